@@ -1,0 +1,1 @@
+"""One per node: workers, warm start, rank monitors, log lines."""

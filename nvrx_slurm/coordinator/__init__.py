@@ -1,0 +1,1 @@
+"""One per job: membership, cycles, budget, journal, merged logs."""

@@ -1,0 +1,214 @@
+"""The events of a job, as they stand in ``journal.jsonl``.
+
+One line is ``{"v":1,"ts":…,"job":"123","attempt":0,"cycle":2,"event":"fault_detected", …}``: the envelope
+of :class:`Record` and the fields of one event beside it. Fields are only ever added; a reader skips events
+and fields that it does not know.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+JOURNAL_VERSION = 1
+
+
+class FaultKind(str, enum.Enum):
+    """What was seen to go wrong, before anybody asks why."""
+
+    EXIT = "exit"
+    """A rank exited with a non-zero code."""
+    SIGNAL = "signal"
+    """A rank was killed by a signal that was not ours."""
+    HANG = "hang"
+    """A rank missed its heartbeat deadline."""
+    NODE_LOST = "node_lost"
+    """A node's agent is gone: power, network, or the agent itself."""
+    START = "start"
+    """A node could not start its workers."""
+
+
+class VerdictAction(str, enum.Enum):
+    """What happens after a cycle ended."""
+
+    RESTART = "restart"
+    STOP = "stop"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    """Base of all events; the class's tag is the ``event`` field of the line."""
+
+
+class JobStarted(Event, frozen=True, tag="job_started"):
+    """A Coordinator took charge; written once per attempt."""
+
+    nodes: list[str]
+    """The allocation, in Slurm's order."""
+    active_nodes: int
+    spares: int
+    max_restarts: int
+    argv: list[str]
+    """The user's program and its arguments."""
+    host: str
+    """Where the Coordinator runs."""
+    fence: str
+    """``job.restart.attempt``."""
+    version: str
+
+
+class NodeJoined(Event, frozen=True, tag="node_joined"):
+    node: str
+    slots: int
+    """Workers that this node runs when it is active."""
+
+
+class NodeLost(Event, frozen=True, tag="node_lost"):
+    node: str
+    why: str
+
+
+class NodeExcluded(Event, frozen=True, tag="node_excluded"):
+    """The node stays out of every later cycle of this attempt."""
+
+    node: str
+    reason: str
+
+
+class CycleStarted(Event, frozen=True, tag="cycle_started"):
+    world_size: int
+    nodes: list[str]
+    """Active nodes; position is the group rank."""
+    spares: list[str]
+
+
+class WorkersStarted(Event, frozen=True, tag="workers_started"):
+    """One active node has its rank processes."""
+
+    node: str
+    ranks: list[int]
+    pids: list[int]
+    """Process ids as the node sees them, in the order of ``ranks``."""
+    warm: bool
+    """Forked from an interpreter that had already imported torch."""
+    why_cold: str = ""
+
+
+class RankReady(Event, frozen=True, tag="rank_ready"):
+    """The last rank of the cycle has called ``init_workload_monitoring``."""
+
+    ranks: int
+
+
+class FirstStep(Event, frozen=True, tag="first_step"):
+    """The last rank of the cycle has sent its first heartbeat: training is running again."""
+
+    ranks: int
+    step: int | None = None
+
+
+class Progress(Event, frozen=True, tag="progress"):
+    step: int
+
+
+class CheckpointSaved(Event, frozen=True, tag="checkpoint_saved"):
+    step: int
+    layer: str
+    rank: int
+
+
+class CheckpointLoaded(Event, frozen=True, tag="checkpoint_loaded"):
+    step: int
+    layer: str
+    rank: int
+
+
+class FaultDetected(Event, frozen=True, tag="fault_detected"):
+    """Something was seen. One cycle may have several, a first and its cascade; the verdict names the cause."""
+
+    kind: FaultKind
+    node: str
+    detector: str
+    """What saw it: ``child`` (exit status), ``heartbeat`` (deadline), ``stream`` (connection), ``start``."""
+    rank: int | None = None
+    exit: int | None = None
+    signal: str | None = None
+    """Name such as ``SIGKILL``."""
+    detail: str = ""
+    """One sentence of evidence."""
+
+
+class StopRequested(Event, frozen=True, tag="stop_requested"):
+    """The job was asked from outside to stop, by signal."""
+
+    signal: str
+
+
+class WorkersStopped(Event, frozen=True, tag="workers_stopped"):
+    """No process of the cycle is left on any node that still answers."""
+
+    nodes: int
+    seconds: float
+    """From the decision to stop until the last node had stopped."""
+
+
+class Verdict(Event, frozen=True, tag="verdict"):
+    """What follows from the cycle's faults, by which rule, and who is held to be the cause."""
+
+    action: VerdictAction
+    rule: str
+    why: str
+    node: str | None = None
+    rank: int | None = None
+    kind: FaultKind | None = None
+
+
+class JobEnded(Event, frozen=True, tag="job_ended"):
+    code: int
+    why: str
+
+
+AnyEvent = (
+    JobStarted
+    | NodeJoined
+    | NodeLost
+    | NodeExcluded
+    | CycleStarted
+    | WorkersStarted
+    | RankReady
+    | FirstStep
+    | Progress
+    | CheckpointSaved
+    | CheckpointLoaded
+    | FaultDetected
+    | StopRequested
+    | WorkersStopped
+    | Verdict
+    | JobEnded
+)
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One journal line: the envelope and its event."""
+
+    ts: float
+    """Unix seconds; never decreases within one writer."""
+    job: str
+    attempt: int
+    """How often Slurm has requeued the job before."""
+    cycle: int
+    """Attempt of the worker group; counts on over requeues. The coming cycle while none runs."""
+    event: AnyEvent
+
+    def to_line(self) -> bytes:
+        """Return the line, newline included."""
+        line: dict[str, Any] = {
+            "v": JOURNAL_VERSION,
+            "ts": self.ts,
+            "job": self.job,
+            "attempt": self.attempt,
+            "cycle": self.cycle,
+        }
+        line.update(msgspec.to_builtins(self.event))
+        return msgspec.json.encode(line) + b"\n"

@@ -1,0 +1,1 @@
+"""Public fakes behind the same protocols as the real parts."""

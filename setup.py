@@ -1,0 +1,5 @@
+"""Build entry point; everything declarative is in setup.cfg."""
+
+from setuptools import setup
+
+setup()
