@@ -1,0 +1,241 @@
+"""Messages between Coordinator and agent, encoded as MessagePack arrays.
+
+Decoding checks every type, so what arrives is well-formed or is refused. Nothing in a message names a path:
+a peer can't choose where the other writes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from nvrx_slurm.wire.rank_channel import CheckpointEvent
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """Base of all messages."""
+
+
+# --- both ways, inside other messages -----------------------------------------------------------------
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank runs."""
+
+    script: str
+    """A Python file."""
+    args: list[str]
+    cwd: str
+
+
+class HeartbeatTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Deadlines in seconds; None switches one off."""
+
+    initial_s: float | None
+    """From ``init_workload_monitoring`` to the first heartbeat."""
+    subsequent_s: float | None
+    """Between heartbeats."""
+
+
+class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent can tell about one of its ranks without asking the rank."""
+
+    rank: int
+    heartbeats: int
+    """Since the start of the cycle."""
+    age_s: float
+    """Since the last heartbeat or, before the first, since monitoring began."""
+    process_state: str
+    """Letter of ``/proc/<pid>/stat`` (proc(5)); empty when the process is gone."""
+    monitored: bool
+
+
+# --- agent to Coordinator ----------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of a stream."""
+
+    version: int
+    node: str
+    fence: str
+    slots: int
+    """Ranks that this node runs."""
+
+
+class WorkersStarted(Message, frozen=True):
+    cycle: int
+    ranks: list[int]
+    pids: list[int]
+    warm: bool
+    why_cold: str
+
+
+class StartFailed(Message, frozen=True):
+    cycle: int
+    why: str
+
+
+class RankExited(Message, frozen=True):
+    cycle: int
+    rank: int
+    exit: int
+    """Exit code; negative: minus the signal's number."""
+    after_stop: bool
+    """The agent had already begun to stop the cycle: a consequence, not a fault."""
+    detail: str = ""
+
+
+class RankStalled(Message, frozen=True):
+    """A heartbeat deadline has passed."""
+
+    cycle: int
+    rank: int
+    timeout_s: float
+    snapshots: list[RankSnapshot]
+    """All ranks of the node."""
+
+
+class Snapshots(Message, frozen=True):
+    """Answer to :class:`Probe`."""
+
+    cycle: int
+    snapshots: list[RankSnapshot]
+
+
+class RanksReady(Message, frozen=True):
+    """All ranks of this node have begun monitoring."""
+
+    cycle: int
+
+
+class RanksStepping(Message, frozen=True):
+    """All ranks of this node have sent their first heartbeat."""
+
+    cycle: int
+    step: int | None
+
+
+class StepReached(Message, frozen=True):
+    """The lowest step among the node's ranks that report one."""
+
+    cycle: int
+    step: int
+
+
+class CheckpointReport(Message, frozen=True):
+    cycle: int
+    rank: int
+    what: CheckpointEvent
+    step: int
+    layer: str
+
+
+class WorkersGone(Message, frozen=True):
+    """No process of the cycle is left on this node."""
+
+    cycle: int
+
+
+class Leaving(Message, frozen=True):
+    """The agent was told by a signal to go; its ranks are being stopped."""
+
+    why: str
+
+
+AgentMessage = (
+    Hello
+    | WorkersStarted
+    | StartFailed
+    | RankExited
+    | RankStalled
+    | Snapshots
+    | RanksReady
+    | RanksStepping
+    | StepReached
+    | CheckpointReport
+    | WorkersGone
+    | Leaving
+)
+
+
+# --- Coordinator to agent ----------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answer to :class:`Hello`: everything that stays the same over the cycles."""
+
+    program: Program
+    job_id: str
+    run_dir: str
+    max_restarts: int
+    timeouts: HeartbeatTimeouts
+    stop_timeout_s: float
+    """SIGTERM to SIGKILL."""
+
+
+class Refused(Message, frozen=True):
+    """The agent must exit; nothing that it does counts."""
+
+    why: str
+
+
+class StartWorkers(Message, frozen=True):
+    cycle: int
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+class StopWorkers(Message, frozen=True):
+    cycle: int
+
+
+class Probe(Message, frozen=True):
+    """Send :class:`Snapshots` at once."""
+
+    cycle: int
+
+
+class AskToStop(Message, frozen=True):
+    """Raise ``RankMonitorClient.should_stop`` on every rank."""
+
+    cycle: int
+
+
+class Shutdown(Message, frozen=True):
+    """Stop the workers, send what is left of their output, and exit 0."""
+
+
+CoordinatorMessage = Welcome | Refused | StartWorkers | StopWorkers | Probe | AskToStop | Shutdown
+
+
+# --- agent to Coordinator, on the stream of logs ------------------------------------------------------
+
+
+class LogHello(Message, frozen=True):
+    node: str
+
+
+class LogChunk(Message, frozen=True):
+    """Raw output of one rank; a chunk ends anywhere."""
+
+    cycle: int
+    rank: int
+    ts: float
+    """Unix seconds on the node when the bytes were read."""
+    data: bytes
+
+
+class LogEnd(Message, frozen=True):
+    """The rank's output is complete: every process that held its pipe is gone."""
+
+    cycle: int
+    rank: int
+
+
+LogMessage = LogHello | LogChunk | LogEnd
