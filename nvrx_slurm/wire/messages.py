@@ -60,6 +60,12 @@ class Hello(Message, frozen=True):
     version: int
     node: str
     fence: str
+    """``job.restart.attempt``; an agent of an older one is refused."""
+
+
+class Joined(Message, frozen=True):
+    """Answer to :class:`Welcome`: the node can be used."""
+
     slots: int
     """Ranks that this node runs."""
 
@@ -146,6 +152,7 @@ class Leaving(Message, frozen=True):
 
 AgentMessage = (
     Hello
+    | Joined
     | WorkersStarted
     | StartFailed
     | RankExited
@@ -169,6 +176,9 @@ class Welcome(Message, frozen=True):
     program: Program
     job_id: str
     run_dir: str
+    nproc_per_node: str
+    """As given by the user: a number, ``auto``, ``gpu`` or ``cpu``."""
+    warm_start: bool
     max_restarts: int
     timeouts: HeartbeatTimeouts
     stop_timeout_s: float

@@ -1,0 +1,180 @@
+"""The node's agent: one stream to the Coordinator, from which it takes its orders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from nvrx_slurm.agent.environment import SlotsError, resolve_slots
+from nvrx_slurm.agent.node_workers import NodeWorkers
+from nvrx_slurm.agent.output import OutputPump
+from nvrx_slurm.wire import messages as msg
+from nvrx_slurm.wire import rpc
+
+_log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_COORDINATOR_GONE = 1
+EXIT_USAGE = 2
+EXIT_EXCLUDED = 3
+
+_CONNECT_TIMEOUT_S = 60.0
+_LAST_OUTPUT_TIMEOUT_S = 10.0
+
+# grpc.aio's calls; their type parameters are of no use with our own codecs.
+_Control = Any
+_STREAM_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Where the agent belongs."""
+
+    coordinator: str
+    """``host:port``."""
+    token: str
+    fence: str
+    node: str
+    private_dir: Path
+    environ: Mapping[str, str]
+    """The ranks' environment before anything of ours; holds no secret."""
+
+
+class Agent:
+    """Runs until the Coordinator shuts it down, the connection is lost, or a signal comes."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._outbox: asyncio.Queue[msg.AgentMessage | None] = asyncio.Queue()
+        self._signalled: asyncio.Future[signal.Signals] | None = None
+
+    async def run(self) -> int:
+        """Serve, and leave no process behind.
+
+        Returns:
+            0 after an orderly shutdown, 1 when the Coordinator is gone, 2 when this node can't be used as
+            asked, 3 when the Coordinator excluded it, 128 + signal after a signal.
+        """
+        loop = asyncio.get_running_loop()
+        self._signalled = loop.create_future()
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(sig, self._on_signal, sig)
+        address = self._config.coordinator
+        async with grpc.aio.insecure_channel(address, options=rpc.CLIENT_OPTIONS) as channel:
+            try:
+                return await self._session(channel)
+            except asyncio.TimeoutError:
+                _log.error("the Coordinator at %s did not answer in %g s", address, _CONNECT_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                _log.error("the Coordinator at %s is gone: %s", address, error.details())
+            except asyncio.InvalidStateError:
+                _log.error("the Coordinator at %s is gone", address)
+            return EXIT_COORDINATOR_GONE
+
+    async def _session(self, channel: grpc.aio.Channel) -> int:
+        metadata = ((rpc.TOKEN_METADATA, self._config.token),)
+        control: _Control = channel.stream_stream(
+            f"/{rpc.SERVICE}/{rpc.CONTROL}",
+            request_serializer=rpc.encode,
+            response_deserializer=rpc.decode_coordinator.decode,
+        )(metadata=metadata)
+        hello = msg.Hello(version=msg.PROTOCOL_VERSION, node=self._config.node, fence=self._config.fence)
+        await control.write(hello)
+        welcome = await asyncio.wait_for(control.read(), _CONNECT_TIMEOUT_S)
+        if not isinstance(welcome, msg.Welcome):
+            why = welcome.why if isinstance(welcome, msg.Refused) else "it closed the stream"
+            _log.error("not taken by the Coordinator: %s", why)
+            return EXIT_EXCLUDED
+        try:
+            slots = resolve_slots(welcome.nproc_per_node, self._config.environ)
+        except SlotsError as error:
+            _log.error("%s", error)
+            await control.write(msg.Leaving(why=str(error)))
+            await control.done_writing()
+            return EXIT_USAGE
+        output = OutputPump(self._config.node)
+        sending = asyncio.create_task(self._send_output(channel, metadata, output))
+        try:
+            return await self._work(control, welcome, slots, output)
+        finally:
+            output.finish()
+            # The last lines of every rank, and whatever is in the outbox, before the connection goes.
+            await asyncio.wait({sending}, timeout=_LAST_OUTPUT_TIMEOUT_S)
+            sending.cancel()
+            with contextlib.suppress(*_STREAM_BROKEN):
+                await control.done_writing()
+
+    async def _work(self, control: _Control, welcome: msg.Welcome, slots: int, output: OutputPump) -> int:
+        assert self._signalled is not None
+        writing = asyncio.create_task(self._write(control))
+        workers = NodeWorkers(
+            welcome, slots, self._config.private_dir, self._config.environ, output, self._outbox.put_nowait
+        )
+        self._outbox.put_nowait(msg.Joined(slots=slots))
+        reading = asyncio.create_task(self._read(control, workers))
+        try:
+            waited: set[asyncio.Future[Any]] = {reading, writing, self._signalled}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if self._signalled.done() and not reading.done():
+                received = self._signalled.result()
+                self._outbox.put_nowait(msg.Leaving(why=f"the agent received {received.name}"))
+                await workers.stop()
+                return 128 + received
+            return await reading if reading.done() else EXIT_COORDINATOR_GONE
+        finally:
+            await workers.close()
+            self._outbox.put_nowait(None)
+            await asyncio.wait({writing}, timeout=1.0)
+            for task in (reading, writing):
+                task.cancel()
+
+    def _on_signal(self, sig: signal.Signals) -> None:
+        if self._signalled is not None and not self._signalled.done():
+            self._signalled.set_result(sig)
+
+    async def _read(self, control: _Control, workers: NodeWorkers) -> int:
+        while (message := await control.read()) is not grpc.aio.EOF:
+            match message:
+                case msg.StartWorkers():
+                    workers.start(message)
+                case msg.StopWorkers():
+                    workers.begin_stop(message.cycle)
+                case msg.Probe():
+                    workers.probe(message.cycle)
+                case msg.AskToStop():
+                    workers.ask_to_stop(message.cycle)
+                case msg.Refused():
+                    _log.error("excluded by the Coordinator: %s", message.why)
+                    return EXIT_EXCLUDED
+                case msg.Shutdown():
+                    return EXIT_OK
+                case _:
+                    _log.error("unexpected message %r", message)
+        _log.error("the Coordinator has closed the stream")
+        return EXIT_COORDINATOR_GONE
+
+    async def _write(self, control: _Control) -> None:
+        while (message := await self._outbox.get()) is not None:
+            await control.write(message)
+
+    async def _send_output(
+        self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], output: OutputPump
+    ) -> None:
+        """Send output for as long as the Coordinator takes it; its end is noticed on the control stream."""
+        with contextlib.suppress(*_STREAM_BROKEN):
+            call: Any = channel.stream_unary(f"/{rpc.SERVICE}/{rpc.LOGS}", request_serializer=rpc.encode)(
+                metadata=metadata
+            )
+            async for message in output.messages():
+                await call.write(message)
+            await call.done_writing()
+            await call

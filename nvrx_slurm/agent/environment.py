@@ -1,0 +1,76 @@
+"""What a rank finds in its environment, and how many ranks a node runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from nvrx_slurm.wire.messages import StartWorkers, Welcome
+from nvrx_slurm.wire.page import PAGE_VARIABLE
+from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE
+
+
+class SlotsError(ValueError):
+    """``--nproc-per-node`` can't be satisfied on this node."""
+
+
+def resolve_slots(nproc_per_node: str, environ: Mapping[str, str]) -> int:
+    """Return the number of ranks on this node.
+
+    ``auto``: the job's GPUs on this node, 1 without GPUs; ``gpu``: the same, but no GPU is an error; ``cpu``:
+    the CPUs that this process may use.
+
+    Raises:
+        SlotsError: not a positive number, or no GPU with ``gpu``.
+    """
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE") or 0)
+    match nproc_per_node:
+        case "auto":
+            return gpus or 1
+        case "gpu" if gpus:
+            return gpus
+        case "gpu":
+            raise SlotsError("--nproc-per-node=gpu, but Slurm has given this job no GPU on this node")
+        case "cpu":
+            return len(os.sched_getaffinity(0))
+    if not nproc_per_node.isdigit() or int(nproc_per_node) < 1:
+        raise SlotsError(f"--nproc-per-node={nproc_per_node}: a number above 0, auto, gpu or cpu is accepted")
+    return int(nproc_per_node)
+
+
+def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int) -> dict[str, str]:
+    """Return what all ranks of the node share; libraries read some of it when they are loaded."""
+    env = dict(environ)
+    if slots > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    env.update(
+        LOCAL_WORLD_SIZE=str(slots),
+        ROLE_NAME="default",
+        TORCHELASTIC_MAX_RESTARTS=str(welcome.max_restarts),
+        TORCHELASTIC_RUN_ID=welcome.job_id,
+        # The Coordinator hosts the store; rank 0 must not try to.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        NVRX_RUN_DIR=welcome.run_dir,
+    )
+    return env
+
+
+def rank_environment(start: StartWorkers, local_rank: int, page: Path, socket: Path) -> dict[str, str]:
+    """Return what differs between ranks or cycles; names and meaning as torchrun sets them."""
+    rank = start.first_rank + local_rank
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(start.world_size),
+        "GROUP_RANK": str(start.group_rank),
+        "GROUP_WORLD_SIZE": str(start.group_world_size),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(start.world_size),
+        "MASTER_ADDR": start.master_addr,
+        "MASTER_PORT": str(start.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(start.cycle),
+        PAGE_VARIABLE: str(page),
+        SOCKET_VARIABLE: str(socket),
+    }

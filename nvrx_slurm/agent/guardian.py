@@ -1,0 +1,65 @@
+"""The agent's parent: kills what is left when the agent ends, however it ends.
+
+The guardian does nothing but wait, so it is the last to fall over. If the agent is killed, the guardian kills
+everything below it; if the guardian is killed, the kernel sends the agent SIGTERM and it stops in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+from nvrx_slurm import linux
+
+
+def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
+    """Run ``agent`` in a child; return its exit code once no process below is left.
+
+    Must be called before any thread exists. ``private_dir`` is removed at the end.
+    """
+    linux.become_subreaper()
+    guardian = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        linux.die_with_parent(signal.SIGTERM, guardian)
+        linux.set_process_name("nvrx-agent")
+        code = 1
+        try:
+            code = agent()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # Nothing of the guardian's stack may unwind in the child.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    linux.set_process_name("nvrx-guardian")
+
+    def forward(received: int, _frame: types.FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, received)
+
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, forward)
+    code = _wait_for(pid)
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    linux.kill_descendants()
+    shutil.rmtree(private_dir, ignore_errors=True)
+    return code
+
+
+def _wait_for(pid: int) -> int:
+    """Reap children, adopted orphans included, until ``pid`` has ended; return its shell-style exit code."""
+    while True:
+        reaped, status = os.waitpid(-1, 0)
+        if reaped == pid:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code

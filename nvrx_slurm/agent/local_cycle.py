@@ -1,0 +1,53 @@
+"""What the agent knows of the cycle that runs on its node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nvrx_slurm.agent.monitor import RankMonitors
+from nvrx_slurm.wire.messages import HeartbeatTimeouts, StartWorkers
+from nvrx_slurm.wire.page import HeartbeatPage
+
+
+class LocalCycle:
+    """Ranks, pages and progress of one cycle on one node."""
+
+    def __init__(
+        self,
+        start: StartWorkers,
+        slots: int,
+        private_dir: Path,
+        timeouts: HeartbeatTimeouts,
+        on_stalled: Callable[[int, float], None],
+    ) -> None:
+        """Create the heartbeat pages.
+
+        Raises:
+            OSError: the private directory is full or gone.
+        """
+        self.start = start
+        self.cycle = start.cycle
+        self.ranks = list(range(start.first_rank, start.first_rank + slots))
+        self.alive = set(self.ranks)
+        self.ready: set[int] = set()
+        self.stepping: set[int] = set()
+        self.stopping = False
+        self.last_step: int | None = None
+        self.page_paths = {rank: private_dir / f"cycle{start.cycle}-rank{rank}.page" for rank in self.ranks}
+        self.pages = {rank: HeartbeatPage.create(path) for rank, path in self.page_paths.items()}
+        self.monitors = RankMonitors(self.pages, timeouts, on_stalled)
+
+    def new_step(self) -> int | None:
+        """Return the lowest step of the ranks if it has changed since the last call."""
+        step = self.monitors.lowest_step()
+        if step is None or step == self.last_step:
+            return None
+        self.last_step = step
+        return step
+
+    def close(self) -> None:
+        """Unmap and remove the pages."""
+        self.monitors.close()
+        for path in self.page_paths.values():
+            path.unlink(missing_ok=True)

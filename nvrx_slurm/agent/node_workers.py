@@ -1,0 +1,258 @@
+"""The ranks of this node: started, watched, stopped; everything that happens is told to the Coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nvrx_slurm import linux
+from nvrx_slurm.agent import server_protocol
+from nvrx_slurm.agent.environment import rank_environment, server_environment
+from nvrx_slurm.agent.local_cycle import LocalCycle
+from nvrx_slurm.agent.output import OutputPump
+from nvrx_slurm.agent.rank_socket import RankSocket
+from nvrx_slurm.agent.server_protocol import RankSpec
+from nvrx_slurm.agent.workers import WorkerServerProcess
+from nvrx_slurm.wire import messages as msg
+from nvrx_slurm.wire import rank_channel
+
+_PROGRESS_INTERVAL_S = 5.0
+_KILL_TIMEOUT_S = 5.0
+
+
+class NodeWorkers:
+    """One worker server, one cycle at a time.
+
+    ``say`` queues a message to the Coordinator and returns at once.
+    """
+
+    def __init__(
+        self,
+        welcome: msg.Welcome,
+        slots: int,
+        private_dir: Path,
+        environ: Mapping[str, str],
+        output: OutputPump,
+        say: Callable[[msg.AgentMessage], None],
+    ) -> None:
+        """Start the worker server and listen for the ranks. Needs a running event loop.
+
+        Raises:
+            OSError: the private directory is full or gone, or no process can be started.
+        """
+        linux.become_subreaper()
+        self._welcome = welcome
+        self._slots = slots
+        self._private_dir = private_dir
+        self._environ = server_environment(environ, welcome, slots)
+        self._output = output
+        self._say = say
+        self._cycle: LocalCycle | None = None
+        self._all_exited = asyncio.Event()
+        self._cleared = asyncio.Event()
+        self._stopping: asyncio.Task[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
+        self._socket_path = private_dir / "ranks.sock"
+        self._socket = RankSocket(self._socket_path, self._on_rank_request)
+        self._server = self._new_server()
+        self._progress = asyncio.create_task(self._report_progress())
+
+    def _new_server(self) -> WorkerServerProcess:
+        return WorkerServerProcess(self._environ, self._welcome.warm_start, self._on_reply)
+
+    # --- requests of the Coordinator -----------------------------------------------------------------
+
+    def start(self, start: msg.StartWorkers) -> None:
+        """Start the ranks of a cycle; the one before has been stopped."""
+        if self._cycle is not None:
+            self._cycle.close()
+        try:
+            cycle = LocalCycle(
+                start, self._slots, self._private_dir, self._welcome.timeouts, self._on_stalled
+            )
+            self._cycle = cycle
+            self._all_exited.clear()
+            self._launch(cycle)
+        except OSError as error:
+            self._start_failed(start.cycle, str(error))
+
+    def _launch(self, cycle: LocalCycle) -> None:
+        specs: list[RankSpec] = []
+        writers: list[int] = []
+        try:
+            for local_rank, rank in enumerate(cycle.ranks):
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                writers.append(writer)
+                self._output.add(reader, cycle.cycle, rank)
+                env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], self._socket_path)
+                specs.append(RankSpec(rank, env))
+            self._server.start_ranks(self._welcome.program, specs, writers, warm=self._welcome.warm_start)
+        finally:
+            for writer in writers:
+                os.close(writer)
+
+    def _start_failed(self, number: int, why: str) -> None:
+        if self._cycle is not None and self._cycle.cycle == number:
+            self._cycle.alive.clear()
+            self._all_exited.set()
+        self._say(msg.StartFailed(cycle=number, why=why))
+
+    def begin_stop(self, number: int) -> None:
+        """Stop the cycle's ranks; :class:`WorkersGone` follows when no process of them is left."""
+        cycle = self._cycle
+        if cycle is None or cycle.cycle != number:
+            # It never started here: nothing to stop.
+            self._say(msg.WorkersGone(cycle=number))
+        elif not cycle.stopping:
+            cycle.stopping = True
+            self._stopping = asyncio.create_task(self._stop(cycle))
+
+    async def _stop(self, cycle: LocalCycle) -> None:
+        """SIGTERM; when all ranks have ended or the time is over, SIGKILL to what is left, orphans too."""
+        self._tell_step(cycle)
+        if self._recovering is None:
+            self._cleared.clear()
+            self._server.signal_ranks(signal.SIGTERM)
+            if cycle.alive:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._all_exited.wait(), self._welcome.stop_timeout_s)
+            self._server.kill_everything()
+        await self._cleared.wait()
+        self._tell_step(cycle)
+        self._say(msg.WorkersGone(cycle=cycle.cycle))
+
+    async def stop(self) -> None:
+        """Stop the running cycle, if any, in good order."""
+        if self._cycle is not None:
+            self.begin_stop(self._cycle.cycle)
+        if self._stopping is not None:
+            await self._stopping
+
+    def probe(self, number: int) -> None:
+        """Answer with what is known of the ranks right now."""
+        if self._cycle is not None and self._cycle.cycle == number:
+            self._say(msg.Snapshots(cycle=number, snapshots=self._cycle.monitors.snapshots()))
+
+    def ask_to_stop(self, number: int) -> None:
+        """Raise ``should_stop`` on every rank."""
+        if self._cycle is not None and self._cycle.cycle == number:
+            for page in self._cycle.pages.values():
+                page.request_stop()
+
+    async def close(self) -> None:
+        """Leave no process, without grace."""
+        for task in (self._stopping, self._recovering, self._progress):
+            if task is not None:
+                task.cancel()
+        if self._cycle is not None:
+            self._cycle.stopping = True
+        self._server.close()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._server.wait(), _KILL_TIMEOUT_S)
+        self._socket.close()
+        if self._cycle is not None:
+            self._cycle.close()
+            self._cycle = None
+
+    # --- replies of the worker server ----------------------------------------------------------------
+
+    def _on_reply(self, reply: server_protocol.Reply | None) -> None:
+        cycle = self._cycle
+        match reply:
+            case None:
+                self._recovering = asyncio.create_task(self._recover())
+            case server_protocol.Started() if cycle is not None:
+                cycle.monitors.started(dict(zip(cycle.ranks, reply.pids, strict=True)))
+                self._say(
+                    msg.WorkersStarted(
+                        cycle=cycle.cycle,
+                        ranks=cycle.ranks,
+                        pids=reply.pids,
+                        warm=reply.warm,
+                        why_cold=reply.why_cold,
+                    )
+                )
+            case server_protocol.StartError() if cycle is not None:
+                self._start_failed(cycle.cycle, reply.why)
+            case server_protocol.Exited() if cycle is not None and reply.rank in cycle.alive:
+                self._rank_exited(cycle, reply.rank, reply.exit)
+            case server_protocol.Cleared():
+                self._cleared.set()
+            case _:
+                pass
+
+    def _rank_exited(self, cycle: LocalCycle, rank: int, code: int, detail: str = "") -> None:
+        cycle.monitors.forget(rank)
+        cycle.alive.discard(rank)
+        self._say(
+            msg.RankExited(cycle=cycle.cycle, rank=rank, exit=code, after_stop=cycle.stopping, detail=detail)
+        )
+        if not cycle.alive:
+            self._all_exited.set()
+
+    async def _recover(self) -> None:
+        """The worker server was killed and its ranks with it (PR_SET_PDEATHSIG): prepare for the next cycle."""
+        await asyncio.get_running_loop().run_in_executor(None, linux.kill_descendants)
+        if self._cycle is not None:
+            for rank in sorted(self._cycle.alive):
+                self._rank_exited(self._cycle, rank, -signal.SIGKILL, "the node's worker server was killed")
+        self._server = self._new_server()
+        self._recovering = None
+        self._cleared.set()
+
+    # --- what ranks report ---------------------------------------------------------------------------
+
+    def _on_stalled(self, rank: int, timeout_s: float) -> None:
+        cycle = self._cycle
+        if cycle is None or cycle.stopping:
+            return
+        self._say(
+            msg.RankStalled(
+                cycle=cycle.cycle, rank=rank, timeout_s=timeout_s, snapshots=cycle.monitors.snapshots()
+            )
+        )
+
+    def _on_rank_request(self, request: rank_channel.RankRequest) -> None:
+        cycle = self._cycle
+        if cycle is None or request.cycle != cycle.cycle or request.rank not in cycle.page_paths:
+            return
+        match request:
+            case rank_channel.MonitoringStarted():
+                cycle.monitors.watch(request.rank)
+                if request.rank not in cycle.ready:
+                    cycle.ready.add(request.rank)
+                    if len(cycle.ready) == len(cycle.ranks):
+                        self._say(msg.RanksReady(cycle=cycle.cycle))
+            case rank_channel.FirstHeartbeat():
+                cycle.monitors.watch(request.rank)
+                if request.rank not in cycle.stepping:
+                    cycle.stepping.add(request.rank)
+                    if len(cycle.stepping) == len(cycle.ranks):
+                        step = cycle.monitors.lowest_step()
+                        self._say(msg.RanksStepping(cycle=cycle.cycle, step=step))
+            case rank_channel.Checkpoint():
+                self._say(
+                    msg.CheckpointReport(
+                        cycle=cycle.cycle,
+                        rank=request.rank,
+                        what=request.what,
+                        step=request.step,
+                        layer=request.layer,
+                    )
+                )
+
+    async def _report_progress(self) -> None:
+        """Off the restart path: a step number now and then, for reports."""
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            if self._cycle is not None:
+                self._tell_step(self._cycle)
+
+    def _tell_step(self, cycle: LocalCycle) -> None:
+        step = cycle.new_step()
+        if step is not None:
+            self._say(msg.StepReached(cycle=cycle.cycle, step=step))

@@ -1,0 +1,69 @@
+"""Ranks' output: read from their pipes, sent to the Coordinator, with back-pressure and no loss."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+
+from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogHello, LogMessage
+
+_READ_BYTES = 64 * 1024
+_MAX_QUEUED = 256
+"""Chunks; at most 16 MiB a node wait here, then ranks wait in write(2)."""
+
+
+class OutputPump:
+    """Reads every pipe that it is given until its end, whatever cycle runs meanwhile."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[LogMessage | None] = asyncio.Queue()
+        self._sources: dict[int, tuple[int, int]] = {}
+        self._paused = False
+        self._closing = False
+
+    def add(self, pipe: int, cycle: int, rank: int) -> None:
+        """Own ``pipe`` (the reading end) and read it to its end."""
+        os.set_blocking(pipe, False)
+        self._sources[pipe] = (cycle, rank)
+        if not self._paused:
+            self._loop.add_reader(pipe, self._readable, pipe)
+
+    def finish(self) -> None:
+        """End :meth:`messages` once every pipe has ended."""
+        self._closing = True
+        if not self._sources:
+            self._queue.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[LogMessage]:
+        """Yield what is to be sent, in order."""
+        yield LogHello(node=self._node)
+        while (message := await self._queue.get()) is not None:
+            yield message
+            if self._paused and self._queue.qsize() < _MAX_QUEUED // 2:
+                self._paused = False
+                for pipe in self._sources:
+                    self._loop.add_reader(pipe, self._readable, pipe)
+
+    def _readable(self, pipe: int) -> None:
+        cycle, rank = self._sources[pipe]
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._queue.put_nowait(LogChunk(cycle=cycle, rank=rank, ts=time.time(), data=data))
+            if self._queue.qsize() >= _MAX_QUEUED:
+                self._paused = True
+                for source in self._sources:
+                    self._loop.remove_reader(source)
+            return
+        self._loop.remove_reader(pipe)
+        os.close(pipe)
+        del self._sources[pipe]
+        self._queue.put_nowait(LogEnd(cycle=cycle, rank=rank))
+        if self._closing and not self._sources:
+            self._queue.put_nowait(None)

@@ -1,0 +1,233 @@
+"""The warm worker server: one process per node that has imported torch and forks the ranks.
+
+A rank forked here runs the user's script at once, where a new interpreter spends seconds importing. The
+server is single-threaded and initialises neither CUDA nor a process group, so a fork of it is a clean start;
+if a preloaded module broke that, ranks are executed in new interpreters instead and the reason is told.
+
+It is a subreaper: whatever a rank leaves behind becomes its child, and :class:`KillEverything` leaves
+nothing. It dies with its agent, and the ranks die with it.
+
+Run as ``python -m nvrx_slurm.agent.worker_server`` by the agent only.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from nvrx_slurm import linux
+from nvrx_slurm.agent import server_protocol as protocol
+from nvrx_slurm.agent.user_program import run_user_program
+from nvrx_slurm.wire.messages import Program
+
+_MAX_FDS = 253  # SCM_MAX_FD, linux/include/net/scm.h
+
+
+class WorkerServer:
+    """Forks ranks, tells of their exits, kills what they leave."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._ranks: dict[int, int] = {}
+        """Rank of each rank process that has not been reaped."""
+        self._clearing = False
+        self._wakeup_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> Callable[[], None]:
+        """Serve until the agent is gone (does not return then), or return what to run in a forked rank."""
+        wakeup, wakeup_write = self._wakeup_pipe
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # The agent decides; a signal to the whole job must not take the server before its ranks are stopped.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while True:
+            readable, _, _ = select.select([self._channel.fileno(), wakeup], [], [])
+            if wakeup in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wakeup, 4096)
+                self._reap()
+            if self._channel.fileno() in readable:
+                data, fds = self._receive()
+                if not data:
+                    linux.kill_descendants()
+                    os._exit(0)
+                in_rank = self._handle(protocol.decode_request.decode(data), fds)
+                if in_rank is not None:
+                    return in_rank
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        data, ancillary, _, _ = self._channel.recvmsg(
+            protocol.MAX_PACKET_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        )
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return data, list(fds)
+
+    def _reply(self, reply: protocol.Reply) -> None:
+        try:
+            self._channel.send(protocol.encode(reply), socket.MSG_NOSIGNAL)
+        except OSError:
+            linux.kill_descendants()
+            os._exit(0)
+
+    def _handle(self, request: protocol.Request, fds: list[int]) -> Callable[[], None] | None:
+        match request:
+            case protocol.StartRanks():
+                return self._start(request, fds)
+            case protocol.SignalRanks():
+                for pid in self._ranks:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, request.signal)
+            case protocol.KillEverything():
+                self._clearing = True
+                self._kill_some()
+        return None
+
+    # --- starting ------------------------------------------------------------------------------------
+
+    def _start(self, request: protocol.StartRanks, fds: list[int]) -> Callable[[], None] | None:
+        why_cold = _why_not_forkable() if request.warm else "warm start is switched off"
+        pids: list[int] = []
+        try:
+            if len(fds) != len(request.ranks):
+                raise OSError(f"{len(fds)} output pipes for {len(request.ranks)} ranks")
+            for spec, fd in zip(request.ranks, fds, strict=True):
+                pid = self._fork()
+                if pid == 0:
+                    return _become_rank(request.program, spec, fd, cold=bool(why_cold))
+                self._ranks[pid] = spec.rank
+                pids.append(pid)
+        except OSError as error:
+            self._reply(protocol.StartError(why=f"cannot start ranks: {error}"))
+        else:
+            self._reply(protocol.Started(pids=pids, warm=not why_cold, why_cold=why_cold))
+        finally:
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        return None
+
+    def _fork(self) -> int:
+        parent = os.getpid()
+        # The child must not run our handlers, nor lose a signal that comes before it has its own.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                linux.die_with_parent(signal.SIGKILL, parent)
+                signal.set_wakeup_fd(-1)
+                for sig in (signal.SIGCHLD, signal.SIGTERM):
+                    signal.signal(sig, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                self._channel.close()
+                for fd in self._wakeup_pipe:
+                    os.close(fd)
+            return pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    # --- ending --------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                pid = 0
+            if pid == 0:
+                break
+            rank = self._ranks.pop(pid, None)
+            if rank is not None:
+                self._reply(protocol.Exited(rank=rank, exit=os.waitstatus_to_exitcode(status)))
+        if self._clearing:
+            self._kill_some()
+
+    def _kill_some(self) -> None:
+        """Kill what is there; the next SIGCHLD comes back here until nothing is."""
+        alive = [
+            pid for pid in linux.descendants_of(os.getpid()) if linux.process_state(pid) not in ("", "Z")
+        ]
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not alive and not self._ranks:
+            self._clearing = False
+            self._reply(protocol.Cleared())
+
+
+def _why_not_forkable() -> str:
+    """Return why ranks can't be forked from this process, empty if they can."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"the preloaded modules left {threads - 1} threads running"
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "torch could not be imported"
+    if torch.cuda.is_initialized():
+        return "a preloaded module initialised CUDA"
+    return ""
+
+
+def _become_rank(program: Program, spec: protocol.RankSpec, output: int, *, cold: bool) -> Callable[[], None]:
+    """Make the forked process look like a fresh interpreter that was started for ``spec``."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(spec.env)
+    linux.set_process_name(f"nvrx-rank{spec.rank}")
+    try:
+        os.chdir(program.cwd)
+    except OSError as error:
+        print(f"nvrx: cannot enter the working directory: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    if cold:
+        argv = [sys.executable, "-u", program.script, *program.args]
+        try:
+            os.execv(argv[0], argv)
+        except OSError as error:
+            print(f"nvrx: cannot execute {argv[0]}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+    return lambda: run_user_program(program)
+
+
+def _preload() -> None:
+    with contextlib.suppress(ImportError):
+        import torch
+        import torch.distributed  # noqa: F401
+    gc.collect()
+    # Objects of the imports are never garbage: collecting them in every rank would only unshare their pages.
+    gc.freeze()
+
+
+def main() -> NoReturn:
+    """Entry point; the agent passes the socket and its own process id in the environment."""
+    channel = socket.socket(fileno=int(os.environ.pop(protocol.FD_VARIABLE)))
+    channel.set_inheritable(False)
+    linux.die_with_parent(signal.SIGKILL, int(os.environ.pop(protocol.PARENT_VARIABLE)))
+    linux.become_subreaper()
+    linux.set_process_name("nvrx-warm")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _preload()
+    in_rank = WorkerServer(channel).serve()
+    in_rank()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``nvrx-agent``: one per node, started by nvrx-srun through srun; nothing to call by hand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from nvrx_slurm.wire import rpc
+
+
+def _private_dir() -> Path:
+    """Make a directory of this agent alone, in memory where possible: heartbeat pages are written often."""
+    base = os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or "/dev/shm"
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = tempfile.gettempdir()
+    return Path(
+        tempfile.mkdtemp(prefix=f"nvrx-{os.getuid()}-{os.environ.get('SLURM_JOB_ID', 'local')}-", dir=base)
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Run this node's ranks for a Coordinator. nvrx-srun starts one agent per node; do not start it yourself."""
+    missing = [
+        name
+        for name in (rpc.COORDINATOR_VARIABLE, rpc.TOKEN_VARIABLE, rpc.FENCE_VARIABLE)
+        if not os.environ.get(name)
+    ]
+    if missing:
+        raise click.UsageError(f"{', '.join(missing)} not set: nvrx-agent is started by nvrx-srun")
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    coordinator = os.environ.pop(rpc.COORDINATOR_VARIABLE)
+    token = os.environ.pop(rpc.TOKEN_VARIABLE)
+    fence = os.environ.pop(rpc.FENCE_VARIABLE)
+    try:
+        private_dir = _private_dir()
+    except OSError as error:
+        raise click.ClickException(f"no place for this node's private files: {error}") from error
+    logging.basicConfig(format=f"nvrx-agent {node}: %(message)s", level=logging.WARNING)
+
+    def agent() -> int:
+        # After the fork: gRPC starts threads when it is used, and must not be forked.
+        import asyncio
+
+        from nvrx_slurm.agent.agent import Agent, AgentConfig
+
+        config = AgentConfig(coordinator, token, fence, node, private_dir, dict(os.environ))
+        return asyncio.run(Agent(config).run())
+
+    from nvrx_slurm.agent.guardian import run_guarded
+
+    sys.exit(run_guarded(agent, private_dir))

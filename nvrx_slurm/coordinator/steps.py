@@ -1,0 +1,201 @@
+"""What the state machine takes and gives: plain values."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+from nvrx_slurm.journal.events import AnyEvent
+from nvrx_slurm.wire.messages import RankSnapshot
+
+
+class Timer(enum.Enum):
+    """Time-outs that the machine asks its caller to keep."""
+
+    JOIN = "join"
+    FORM_GRACE = "form_grace"
+    STOP = "stop"
+    PROBE = "probe"
+
+
+# --- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeJoined:
+    node: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    node: str
+    cycle: int
+    why: str
+
+
+@dataclass(frozen=True)
+class RankExited:
+    node: str
+    cycle: int
+    rank: int
+    exit: int
+    """Negative: minus the signal's number."""
+    after_stop: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RankStalled:
+    node: str
+    cycle: int
+    rank: int
+    timeout_s: float
+    snapshots: tuple[RankSnapshot, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotsTaken:
+    node: str
+    cycle: int
+    snapshots: tuple[RankSnapshot, ...]
+
+
+@dataclass(frozen=True)
+class NodeReady:
+    node: str
+    cycle: int
+
+
+@dataclass(frozen=True)
+class NodeStepping:
+    node: str
+    cycle: int
+    step: int | None
+
+
+@dataclass(frozen=True)
+class NodeStopped:
+    node: str
+    cycle: int
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The ranks' rendezvous store died."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """``srun`` is gone: nobody joins any more."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A signal asks the job to end now."""
+
+    signal: signal.Signals
+
+
+@dataclass(frozen=True)
+class DrainRequested:
+    """A signal asks the ranks to save and end soon."""
+
+    signal: signal.Signals
+
+
+@dataclass(frozen=True)
+class TimerFired:
+    timer: Timer
+
+
+Event = (
+    NodeJoined
+    | NodeLost
+    | StartFailed
+    | RankExited
+    | RankStalled
+    | SnapshotsTaken
+    | NodeReady
+    | NodeStepping
+    | NodeStopped
+    | StoreLost
+    | StepEnded
+    | StopRequested
+    | DrainRequested
+    | TimerFired
+)
+
+# --- commands ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Write:
+    """Append to the journal."""
+
+    event: AnyEvent
+
+
+@dataclass(frozen=True)
+class StartCycle:
+    """Start workers; position in ``nodes`` is the group rank."""
+
+    cycle: int
+    nodes: tuple[str, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
+class StopCycle:
+    cycle: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProbeNodes:
+    cycle: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AskRanksToStop:
+    cycle: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Arm:
+    timer: Timer
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Disarm:
+    timer: Timer
+
+
+@dataclass(frozen=True)
+class End:
+    code: int
+    why: str
+
+
+Command = Write | StartCycle | StopCycle | ProbeNodes | AskRanksToStop | Disconnect | Arm | Disarm | End

@@ -1,0 +1,86 @@
+"""Linux process facilities that Python has no call for: prctl(2), and killing a whole tree."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    value = argument if isinstance(argument, bytes) else ctypes.c_ulong(argument)
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def become_subreaper() -> None:
+    """Adopt every orphan below this process, so that none escapes (PR_SET_CHILD_SUBREAPER, prctl(2))."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(sig: signal.Signals, parent: int) -> None:
+    """Have the kernel send ``sig`` to this process when its parent dies (PR_SET_PDEATHSIG, prctl(2)).
+
+    ``parent`` is who the parent was meant to be: if it is gone already, this process gets ``sig`` at once.
+    """
+    _prctl(_PR_SET_PDEATHSIG, sig)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), sig)
+
+
+def set_process_name(name: str) -> None:
+    """Name this process for ps(1) and top(1); the kernel keeps 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of ``/proc/<pid>/stat`` (proc(5)), empty when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The command name stands in parentheses and may itself hold any character.
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children of all threads of ``pid``."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(child) for child in file.read().split()]
+    return found
+
+
+def descendants_of(pid: int) -> Iterator[int]:
+    """Yield every process below ``pid``, parents before children."""
+    pending = children_of(pid)
+    while pending:
+        child = pending.pop()
+        yield child
+        pending += children_of(child)
+
+
+def kill_descendants() -> None:
+    """SIGKILL everything below this process and wait until nothing is left.
+
+    Only a subreaper can rely on it: there orphans come back as children, so the tree can shrink to nothing
+    but not escape. Blocks as long as a process stays in uninterruptible sleep.
+    """
+    while True:
+        for pid in descendants_of(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
