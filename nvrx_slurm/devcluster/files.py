@@ -1,0 +1,131 @@
+"""The files of a cluster on disk, and the plans of its machines that refer to them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from nvrx_slurm.devcluster import config, preflight
+from nvrx_slurm.devcluster.config import SlurmVersion
+from nvrx_slurm.devcluster.errors import DevClusterError
+from nvrx_slurm.devcluster.machine import Plan, Service
+from nvrx_slurm.devcluster.network import Subnet
+from nvrx_slurm.devcluster.state import CONTROLLER, ClusterState, Layout
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "scontrol", "srun", "ip", "nsenter")
+
+NODE_RUN = "/run/nvrx-node"
+NODE_LOCAL = "/local"
+
+
+def make_cluster(
+    layout: Layout, state: ClusterState, subnet: Subnet, version: SlurmVersion, machine: str
+) -> None:
+    """Write everything that has to be there before the first machine boots."""
+    for directory in (layout.etc, layout.munge, layout.controller, layout.records, layout.gpus):
+        _directory(directory)
+    _directory(layout.controller / "state", 0o700)
+    texts = {
+        "slurm.conf": config.slurm_conf(state, layout, subnet),
+        "gres.conf": config.gres_conf(state, layout),
+        "cgroup.conf": config.cgroup_conf(version),
+        "hosts": config.hosts(state, subnet, machine),
+    }
+    for name, text in texts.items():
+        path = layout.etc / name
+        path.write_text(text)
+        path.chmod(0o644)
+    key = os.open(layout.munge_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+    try:
+        os.write(key, os.urandom(128))
+    finally:
+        os.close(key)
+    for gpu in range(state.gpus_per_node):
+        _null_device(layout.gpus / f"nvidia{gpu}")
+    _directory(layout.root / "nodes")
+    for node in state.node_names:
+        make_node(layout, node, wipe_local=False)
+
+
+def make_node(layout: Layout, node: str, wipe_local: bool) -> None:
+    """The node's directories; with ``wipe_local`` its local disk and spool are empty."""
+    disks = (layout.node_local(node), layout.node_spool(node))
+    if wipe_local:
+        for disk in disks:
+            shutil.rmtree(disk, ignore_errors=True)
+    _directory(layout.node(node))
+    _directory(layout.node_run(node))
+    _directory(layout.node_spool(node))
+    _directory(layout.node_munge(node))
+    _directory(layout.node_local(node), 0o1777)
+
+
+def plan(layout: Layout, member: str, programs: dict[str, str], rebooted: bool = False) -> Plan:
+    """How to boot one machine of the cluster."""
+    if member == CONTROLLER:
+        directory = layout.controller
+        binds = []
+        daemon = Service((programs["slurmctld"], "-D"))
+    else:
+        directory = layout.node(member)
+        # Slurm looks for munged at one path everywhere, but each node has its own: they must not share their
+        # memory of the credentials already used, and a node's must go down with it.
+        binds = [
+            (layout.node_munge(member), str(layout.munge)),
+            (layout.node_run(member), NODE_RUN),
+            (layout.node_local(member), NODE_LOCAL),
+        ]
+        # -b: report a boot now, where the machine's own boot time would hide that the node was away.
+        daemon = Service((programs["slurmd"], "-D", *(["-b"] if rebooted else [])))
+    return Plan(
+        name=member,
+        record=layout.record(member),
+        console=directory / "console.log",
+        binds=((layout.hosts, "/etc/hosts"), *binds),
+        services=(_munged(layout, programs["munged"]), daemon),
+        environment={
+            "PATH": preflight.SYSTEM_DIRECTORIES,
+            "LANG": "C.UTF-8",
+            "SLURM_CONF": str(layout.slurm_conf),
+        },
+        ip=programs["ip"],
+    )
+
+
+def _munged(layout: Layout, program: str) -> Service:
+    argv = (
+        *(program, "--foreground", f"--socket={layout.munge_socket}", f"--key-file={layout.munge_key}"),
+        *(f"--seed-file={layout.munge / 'munged.seed'}", f"--log-file={layout.munge / 'munged.log'}"),
+        f"--pid-file={layout.munge / 'munged.pid'}",
+    )
+    return Service(argv, socket=str(layout.munge_socket))
+
+
+def unmount_below(root: Path) -> None:
+    """Let go of everything that is mounted inside a cluster's own directory."""
+    with open("/proc/self/mountinfo") as table:
+        points = [line.split()[4] for line in table]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for point in reversed(points):
+        if point.startswith(f"{root}/") and libc.umount2(point.encode(), 2) != 0:  # MNT_DETACH
+            raise DevClusterError(f"cannot unmount {point}: {os.strerror(ctypes.get_errno())}")
+
+
+def _directory(path: Path, mode: int = 0o755) -> None:
+    path.mkdir(exist_ok=True)
+    path.chmod(mode)  # whatever the umask is
+
+
+def _null_device(path: Path) -> None:
+    """What a GPU's device file is to Slurm; whoever opens it finds /dev/null."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except OSError as error:
+        raise DevClusterError(
+            f"cannot make the device file {path} ({error.strerror}): inside a container, run a privileged "
+            f"one, or start the cluster with --gpus-per-node 0"
+        ) from error
+    path.chmod(0o666)
