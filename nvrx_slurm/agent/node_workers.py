@@ -195,7 +195,7 @@ class NodeWorkers:
             self._all_exited.set()
 
     async def _recover(self) -> None:
-        """The worker server was killed and its ranks with it (PR_SET_PDEATHSIG): prepare for the next cycle."""
+        """The worker server was killed, and its ranks with it (PR_SET_PDEATHSIG): make a new one."""
         await asyncio.get_running_loop().run_in_executor(None, linux.kill_descendants)
         if self._cycle is not None:
             for rank in sorted(self._cycle.alive):

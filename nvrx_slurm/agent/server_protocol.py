@@ -13,6 +13,7 @@ MAX_PACKET_BYTES = 160 * 1024
 """Below the default socket buffer (net.core.wmem_default, 208 KiB)."""
 FD_VARIABLE = "NVRX_WORKER_SERVER_FD"
 PARENT_VARIABLE = "NVRX_WORKER_SERVER_PARENT"
+NO_PRELOAD = "--no-preload"
 
 
 class Packet(msgspec.Struct, frozen=True, tag=True):

@@ -223,7 +223,8 @@ def main() -> NoReturn:
     linux.set_process_name("nvrx-warm")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _preload()
+    if protocol.NO_PRELOAD not in sys.argv:
+        _preload()
     in_rank = WorkerServer(channel).serve()
     in_rank()
     sys.exit(0)

@@ -22,8 +22,12 @@ class WorkerServerProcess:
     ``on_reply`` is called in the event loop with every reply, and with None once the server is gone.
     """
 
-    def __init__(self, environ: Mapping[str, str], on_reply: Callable[[Reply | None], None]) -> None:
-        """Start the server; it imports torch while the caller goes on. Needs a running event loop.
+    def __init__(
+        self, environ: Mapping[str, str], preload: bool, on_reply: Callable[[Reply | None], None]
+    ) -> None:
+        """Start the server; with ``preload`` it imports torch while the caller goes on.
+
+        Needs a running event loop.
 
         Raises:
             OSError: the interpreter cannot be started.
@@ -33,7 +37,13 @@ class WorkerServerProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "nvrx_slurm.agent.worker_server"],
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "nvrx_slurm.agent.worker_server",
+                    *([] if preload else [protocol.NO_PRELOAD]),
+                ],
                 env={
                     **environ,
                     protocol.FD_VARIABLE: str(theirs.fileno()),

@@ -26,7 +26,7 @@ def _private_dir() -> Path:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Run this node's ranks for a Coordinator. nvrx-srun starts one agent per node; do not start it yourself."""
+    """Run this node's ranks for a Coordinator. nvrx-srun starts one per node; do not start it yourself."""
     missing = [
         name
         for name in (rpc.COORDINATOR_VARIABLE, rpc.TOKEN_VARIABLE, rpc.FENCE_VARIABLE)

@@ -35,6 +35,7 @@ from nvrx_slurm.coordinator.steps import (
     NodeReady,
     NodeStepping,
     NodeStopped,
+    NodeUnusable,
     ProbeNodes,
     RankExited,
     RankStalled,
@@ -156,6 +157,8 @@ class CycleMachine:
         match event:
             case NodeJoined():
                 self._joined(event)
+            case NodeUnusable():
+                self._unusable(event)
             case NodeLost():
                 self._lost(event.node, event.why)
             case StepEnded():
@@ -229,6 +232,12 @@ class CycleMachine:
             self._never_joined.discard(node)
             self.nodes[node] = self.slots = event.slots
             self._write(journal.NodeJoined(node=node, slots=event.slots))
+        if self.phase is Phase.FORMING:
+            self._form()
+
+    def _unusable(self, event: NodeUnusable) -> None:
+        self._never_joined.discard(event.node)
+        self._ban(event.node, event.why)
         if self.phase is Phase.FORMING:
             self._form()
 

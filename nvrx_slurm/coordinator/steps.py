@@ -29,6 +29,14 @@ class NodeJoined:
 
 
 @dataclass(frozen=True)
+class NodeUnusable:
+    """The node's agent came and said that it can't take part."""
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
 class NodeLost:
     node: str
     why: str
@@ -123,6 +131,7 @@ class TimerFired:
 
 Event = (
     NodeJoined
+    | NodeUnusable
     | NodeLost
     | StartFailed
     | RankExited

@@ -22,7 +22,13 @@ from nvrx_slurm.journal.events import (
     WorkersStarted,
     WorkersStopped,
 )
-from nvrx_slurm.journal.reader import JournalError, JournalFollower, decode_line, read_journal
+from nvrx_slurm.journal.reader import (
+    JournalError,
+    JournalFollower,
+    JournalVersionError,
+    decode_line,
+    read_journal,
+)
 from nvrx_slurm.journal.writer import JournalWriter
 
 __all__ = [
@@ -37,6 +43,7 @@ __all__ = [
     "JobStarted",
     "JournalError",
     "JournalFollower",
+    "JournalVersionError",
     "JournalWriter",
     "NodeExcluded",
     "NodeJoined",

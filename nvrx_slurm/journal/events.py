@@ -125,7 +125,7 @@ class CheckpointLoaded(Event, frozen=True, tag="checkpoint_loaded"):
 
 
 class FaultDetected(Event, frozen=True, tag="fault_detected"):
-    """Something was seen. One cycle may have several, a first and its cascade; the verdict names the cause."""
+    """Something was seen. A cycle may have several: a first and its cascade; the verdict names the cause."""
 
     kind: FaultKind
     node: str

@@ -1,0 +1,214 @@
+"""``nvrx-srun``: run a training script on the nodes of this Slurm job, through faults."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from nvrx_slurm.cli.parameters import Duration
+
+_OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
+
+  a batch script:  sbatch --no-kill --requeue --open-mode=append -N 5 --wrap 'nvrx-srun --spares 1 {script}'
+  interactively:   salloc --no-kill -N 5 nvrx-srun --spares 1 {script}"""
+
+
+def _agent_command() -> str:
+    agent = Path(sys.prefix) / "bin" / "nvrx-agent"
+    if not agent.exists():
+        raise click.ClickException(f"{agent} is missing: install this package with pip again")
+    return str(agent)
+
+
+@click.command(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "allow_interspersed_args": False,
+    }
+)
+@click.option(
+    "--nproc-per-node",
+    "--nproc_per_node",
+    default="auto",
+    show_default=True,
+    metavar="N|auto|gpu|cpu",
+    help="Ranks per node. auto: the job's GPUs on a node, 1 without GPUs.",
+)
+@click.option(
+    "--spares",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Nodes of the allocation that are kept idle until another is lost.",
+)
+@click.option(
+    "--max-restarts",
+    "--max_restarts",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Restarts of all ranks within this allocation; after them the job fails.",
+)
+@click.option(
+    "--heartbeat-timeout",
+    "--ft-rank-heartbeat-timeout",
+    type=Duration(or_none=True),
+    default="45m",
+    show_default=True,
+    help="A rank that calls send_heartbeat and then is silent for this long is hung; none: never.",
+)
+@click.option(
+    "--initial-heartbeat-timeout",
+    "--ft-initial-rank-heartbeat-timeout",
+    type=Duration(or_none=True),
+    default="60m",
+    show_default=True,
+    help="The same from init_workload_monitoring to the first heartbeat.",
+)
+@click.option(
+    "--workers-stop-timeout",
+    type=Duration(),
+    default="15s",
+    show_default=True,
+    help="Between SIGTERM and SIGKILL when ranks are stopped for a restart.",
+)
+@click.option(
+    "--warm-start",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    show_default=True,
+    help="Fork ranks from a process that has imported torch already.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Journal and logs, on a shared file system."
+    "  [default: $NVRX_RUN_DIR or $SLURM_SUBMIT_DIR/nvrx/$SLURM_JOB_ID]",
+)
+@click.option(
+    "--srun-arg", "srun_args", multiple=True, metavar="ARG", help="Passed on to srun; may be repeated."
+)
+@click.option("--dry-run", is_flag=True, help="Print the exact srun line and exit.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def main(
+    nproc_per_node: str,
+    spares: int,
+    max_restarts: int,
+    heartbeat_timeout: float | None,
+    initial_heartbeat_timeout: float | None,
+    workers_stop_timeout: float,
+    warm_start: str,
+    run_dir: Path | None,
+    srun_args: tuple[str, ...],
+    dry_run: bool,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Train SCRIPT on every node of this Slurm job, and go on when a rank or a node fails.
+
+    Ranks get the environment that torchrun sets. A killed, crashed or hung rank restarts all ranks in the
+    same allocation; a lost node is replaced by a spare. Everything after SCRIPT belongs to it.
+
+    Exit codes: 0 all ranks succeeded; 1 failed, restarts used up; 2 wrong usage; 75 too few nodes or asked to
+    stop: requeue the job; 128 + N stopped by signal N.
+    """
+    from nvrx_slurm.coordinator.cycle import Policy
+    from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
+    from nvrx_slurm.slurm import (
+        AgentStep,
+        JobEnvironment,
+        NotInAllocationError,
+        ScontrolClient,
+        SlurmUnavailableError,
+        UnknownJobError,
+        scrubbed_environment,
+    )
+
+    _check_nproc(nproc_per_node)
+    try:
+        job = JobEnvironment.from_environ(os.environ, Path.cwd())
+    except NotInAllocationError as error:
+        raise click.UsageError(_OUTSIDE.format(script=script)) from error
+    if not script.is_file():
+        raise click.BadParameter(f"{script} is not a file", param_hint="SCRIPT")
+    client = ScontrolClient()
+    try:
+        nodes = client.job(job.job_id).nodes
+    except (SlurmUnavailableError, UnknownJobError) as error:
+        raise click.UsageError(f"cannot find out the nodes of job {job.job_id}: {error}") from error
+    if spares >= len(nodes):
+        raise click.BadParameter(
+            f"{spares} of {len(nodes)} nodes leave none to train on", param_hint="--spares"
+        )
+    step = AgentStep(nodes=nodes, command=[_agent_command()], extra=srun_args)
+    if dry_run:
+        click.echo(shlex.join(step.argv()))
+        return
+
+    path = run_dir or Path(os.environ.get("NVRX_RUN_DIR") or job.submit_dir / "nvrx" / job.job_id)
+    directory = RunDir(path.absolute())
+    try:
+        lock = directory.claim()
+    except RunDirError as error:
+        raise click.UsageError(str(error)) from error
+
+    from nvrx_slurm.coordinator.address import NoAddressError, address_toward
+    from nvrx_slurm.coordinator.job import JobSpec, run_job
+    from nvrx_slurm.coordinator.preparation import first_cycle, preferred_order
+    from nvrx_slurm.journal import JournalVersionError
+    from nvrx_slurm.wire import messages as msg
+
+    others = [node for node in nodes if node != job.node_name] or list(nodes)
+    try:
+        address = address_toward(others, client.node_address)
+        cycle = first_cycle(directory)
+    except NoAddressError as error:
+        raise click.ClickException(str(error)) from error
+    except JournalVersionError as error:
+        raise click.UsageError(f"{directory.journal}: {error}") from error
+    spec = JobSpec(
+        job_id=job.job_id,
+        restart_count=job.restart_count,
+        host=job.node_name or socket.gethostname(),
+        address=address,
+        policy=Policy(
+            nodes=preferred_order(nodes, job.node_name, spares),
+            active_nodes=len(nodes) - spares,
+            max_restarts=max_restarts,
+            first_cycle=cycle,
+            stop_timeout_s=workers_stop_timeout + 15.0,
+        ),
+        welcome=msg.Welcome(
+            program=msg.Program(script=str(script.absolute()), args=list(args), cwd=os.getcwd()),
+            job_id=job.job_id,
+            run_dir=str(directory.path),
+            nproc_per_node=nproc_per_node,
+            warm_start=warm_start == "on",
+            max_restarts=max_restarts,
+            timeouts=msg.HeartbeatTimeouts(
+                initial_s=initial_heartbeat_timeout, subsequent_s=heartbeat_timeout
+            ),
+            stop_timeout_s=workers_stop_timeout,
+        ),
+        run_dir=directory,
+        step_argv=step.argv(),
+        step_environ=scrubbed_environment(os.environ),
+    )
+    code = run_job(spec)
+    os.close(lock)
+    sys.exit(code)
+
+
+def _check_nproc(nproc_per_node: str) -> None:
+    words = ("auto", "gpu", "cpu")
+    if nproc_per_node not in words and not (nproc_per_node.isdigit() and int(nproc_per_node) > 0):
+        raise click.BadParameter(
+            f"{nproc_per_node!r}: a number above 0, auto, gpu or cpu is accepted",
+            param_hint="--nproc-per-node",
+        )

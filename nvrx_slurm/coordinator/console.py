@@ -1,0 +1,49 @@
+"""What the person who watches the job's output file sees of the Coordinator: one line per turn of events."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+
+from nvrx_slurm import journal
+from nvrx_slurm.coordinator.blame import describe
+from nvrx_slurm.journal import Record
+
+
+def line_for(record: Record) -> str | None:
+    """Return the line that tells of ``record``; None for what only reports need."""
+    match record.event:
+        case journal.CycleStarted() as event:
+            spare = f", spare {' '.join(event.spares)}" if event.spares else ""
+            nodes = " ".join(event.nodes) if len(event.nodes) <= 16 else f"{len(event.nodes)} nodes"
+            return f"cycle {record.cycle}: starting {event.world_size} ranks on {nodes}{spare}"
+        case journal.WorkersStarted() as event if event.why_cold:
+            return f"{event.node}: ranks start in new interpreters: {event.why_cold}"
+        case journal.FirstStep() as event:
+            return f"cycle {record.cycle}: all {event.ranks} ranks are training"
+        case journal.CheckpointLoaded() as event:
+            return f"resumed from the {event.layer} checkpoint of step {event.step}"
+        case journal.FaultDetected() as event:
+            return f"FAULT: {describe(event)}"
+        case journal.NodeLost() as event:
+            return f"node {event.node} is gone: {event.why}"
+        case journal.NodeExcluded() as event:
+            return f"node {event.node} is excluded: {event.reason}"
+        case journal.WorkersStopped() as event:
+            return f"cycle {record.cycle}: all workers stopped in {event.seconds:.3f} s"
+        case journal.StopRequested() as event:
+            return f"received {event.signal}"
+        case journal.Verdict() as event:
+            return f"verdict: {event.action.value}: {event.why}"
+        case journal.JobEnded() as event:
+            return f"ends with exit code {event.code}: {event.why}"
+        case _:
+            return None
+
+
+def say(text: str) -> None:
+    """Print one line of the Coordinator's own to standard error; a closed terminal is no reason to stop."""
+    stamp = datetime.datetime.now().strftime("%H:%M:%S")
+    with contextlib.suppress(OSError):
+        print(f"nvrx-srun {stamp} {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,340 @@
+"""The Coordinator of one job: feeds the state machine, carries out what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nvrx_slurm import __version__, journal
+from nvrx_slurm.coordinator import console, steps
+from nvrx_slurm.coordinator.agents_step import AgentsStep
+from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
+from nvrx_slurm.coordinator.run_dir import RunDir
+from nvrx_slurm.coordinator.server import AgentServer
+from nvrx_slurm.coordinator.store import RendezvousStore, StoreError
+from nvrx_slurm.journal import JournalWriter, Record
+from nvrx_slurm.journal.events import AnyEvent
+from nvrx_slurm.wire import messages as msg
+from nvrx_slurm.wire import rpc
+from nvrx_slurm.wire.rank_channel import CheckpointEvent
+
+_PROGRESS_INTERVAL_S = 5.0
+_AGENTS_GRACE_S = 15.0
+_SRUN_GRACE_S = 2.0
+_OUTPUT_QUEUE = 1024
+_CULPRIT_LINES = 20
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_DRAIN_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything that is decided before the job starts."""
+
+    job_id: str
+    restart_count: int
+    host: str
+    address: str
+    """Where agents and ranks reach this host."""
+    policy: Policy
+    welcome: msg.Welcome
+    run_dir: RunDir
+    step_argv: Sequence[str]
+    step_environ: Mapping[str, str]
+    """Without what tells the agents where and who the Coordinator is: that is added here."""
+
+    @property
+    def fence(self) -> str:
+        return f"{self.job_id}.{self.restart_count}.0"
+
+
+class JobRunner:
+    """Runs one job from its first cycle to its exit code. One instance, one :meth:`run`."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._machine = CycleMachine(spec.policy)
+        self._journal = JournalWriter(spec.run_dir.journal, spec.job_id, spec.restart_count)
+        self._token = rpc.new_token()
+        self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
+        self._store = RendezvousStore(spec.address, self._store_lost)
+        self._logs = RankLogs(spec.run_dir, self._show_line)
+        self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
+        self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[steps.End] | None = None
+        self._step: int | None = None
+        self._step_written = 0.0
+        self._complained: set[str] = set()
+
+    async def run(self) -> int:
+        """Run to the end; return the exit code. No process of the job is left when it returns."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for sig in _STOP_SIGNALS:
+            loop.add_signal_handler(sig, self._feed, steps.StopRequested(sig))
+        for sig in _DRAIN_SIGNALS:
+            loop.add_signal_handler(sig, self._feed, steps.DrainRequested(sig))
+        self._announce()
+        port = await self._server.start(self._spec.address)
+        self._store.start()
+        writing = asyncio.create_task(self._write_logs())
+        step = AgentsStep(self._spec.step_argv, self._agents_environ(port), console.say)
+        try:
+            self._carry_out(self._machine.start())
+            await self._start_step(step)
+            end = await self._ended
+        finally:
+            await self._server.shut_down(_AGENTS_GRACE_S)
+            await step.end(_SRUN_GRACE_S)
+            await self._store.close()
+            await self._log_queue.join()
+            writing.cancel()
+            self._guard("output", self._logs.close)
+            self._journal.close()
+        return end.code
+
+    def _announce(self) -> None:
+        spec, policy = self._spec, self._spec.policy
+        self._record(
+            journal.JobStarted(
+                nodes=list(policy.nodes),
+                active_nodes=policy.active_nodes,
+                spares=len(policy.nodes) - policy.active_nodes,
+                max_restarts=policy.max_restarts,
+                argv=[spec.welcome.program.script, *spec.welcome.program.args],
+                host=spec.host,
+                fence=spec.fence,
+                version=__version__,
+            )
+        )
+        console.say(f"job {spec.job_id}: run directory {spec.run_dir.path}")
+
+    def _agents_environ(self, port: int) -> dict[str, str]:
+        address = self._spec.address
+        host = f"[{address}]" if ":" in address else address
+        return {
+            **self._spec.step_environ,
+            rpc.COORDINATOR_VARIABLE: f"{host}:{port}",
+            rpc.TOKEN_VARIABLE: self._token,
+            rpc.FENCE_VARIABLE: self._spec.fence,
+        }
+
+    async def _start_step(self, step: AgentsStep) -> None:
+        try:
+            await step.start()
+        except OSError as error:
+            self._feed(steps.StepEnded(f"srun cannot be started: {error}"))
+            return
+
+        async def watch() -> None:
+            self._feed(steps.StepEnded(await step.wait()))
+
+        self._spawn(watch())
+
+    def _spawn(self, coroutine) -> None:  # type: ignore[no-untyped-def]
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- events in -----------------------------------------------------------------------------------
+
+    def joined(self, node: str, slots: int) -> None:
+        self._feed(steps.NodeJoined(node, slots))
+
+    def unusable(self, node: str, why: str) -> None:
+        self._feed(steps.NodeUnusable(node, why))
+
+    def lost(self, node: str, why: str) -> None:
+        self._feed(steps.NodeLost(node, why))
+
+    def message(self, node: str, message: msg.AgentMessage) -> None:
+        match message:
+            case msg.RankExited() as m:
+                self._feed(steps.RankExited(node, m.cycle, m.rank, m.exit, m.after_stop, m.detail))
+            case msg.RankStalled() as m:
+                self._feed(steps.RankStalled(node, m.cycle, m.rank, m.timeout_s, tuple(m.snapshots)))
+            case msg.Snapshots() as m:
+                self._feed(steps.SnapshotsTaken(node, m.cycle, tuple(m.snapshots)))
+            case msg.WorkersGone() as m:
+                self._feed(steps.NodeStopped(node, m.cycle))
+            case msg.StartFailed() as m:
+                self._feed(steps.StartFailed(node, m.cycle, m.why))
+            case msg.RanksReady() as m:
+                self._feed(steps.NodeReady(node, m.cycle))
+            case msg.RanksStepping() as m:
+                self._feed(steps.NodeStepping(node, m.cycle, m.step))
+            case msg.WorkersStarted() | msg.StepReached() | msg.CheckpointReport() as m:
+                if m.cycle == self._machine.cycle:
+                    self._note(node, m)
+            case _:
+                pass
+
+    def _note(self, node: str, m: msg.WorkersStarted | msg.StepReached | msg.CheckpointReport) -> None:
+        """Record what reports need and no decision depends on."""
+        match m:
+            case msg.WorkersStarted():
+                self._record(
+                    journal.WorkersStarted(
+                        node=node, ranks=m.ranks, pids=m.pids, warm=m.warm, why_cold=m.why_cold
+                    )
+                )
+            case msg.StepReached():
+                self._step = max(m.step, self._step or 0)
+                if time.monotonic() - self._step_written >= _PROGRESS_INTERVAL_S:
+                    self._record_progress()
+            case msg.CheckpointReport(what=CheckpointEvent.SAVED):
+                self._record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
+            case msg.CheckpointReport():
+                self._record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
+
+    async def output(self, node: str, message: msg.LogMessage) -> None:
+        await self._log_queue.put((node, message))
+
+    def _store_lost(self, why: str) -> None:
+        self._store.start()
+        self._feed(steps.StoreLost(self._spec.host, why))
+
+    def _feed(self, event: steps.Event) -> None:
+        self._carry_out(self._machine.handle(event, time.monotonic()))
+
+    # --- commands out --------------------------------------------------------------------------------
+
+    def _carry_out(self, commands: Sequence[steps.Command]) -> None:
+        loop = asyncio.get_running_loop()
+        for command in commands:
+            match command:
+                case steps.Write():
+                    self._record(command.event)
+                case steps.StartCycle():
+                    self._step = None
+                    self._spawn(self._start_cycle(command))
+                case steps.StopCycle():
+                    self._send_all(command.nodes, msg.StopWorkers(cycle=command.cycle))
+                case steps.ProbeNodes():
+                    self._send_all(command.nodes, msg.Probe(cycle=command.cycle))
+                case steps.AskRanksToStop():
+                    self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
+                case steps.Disconnect():
+                    self._server.disconnect(command.node, command.why)
+                case steps.Arm():
+                    self._disarm(command.timer)
+                    event = steps.TimerFired(command.timer)
+                    self._timers[command.timer] = loop.call_later(command.seconds, self._feed, event)
+                case steps.Disarm():
+                    self._disarm(command.timer)
+                case steps.End():
+                    if self._ended is not None and not self._ended.done():
+                        self._ended.set_result(command)
+
+    def _disarm(self, timer: steps.Timer) -> None:
+        handle = self._timers.pop(timer, None)
+        if handle is not None:
+            handle.cancel()
+
+    def _send_all(self, nodes: Sequence[str], message: msg.CoordinatorMessage) -> None:
+        for node in nodes:
+            self._server.send(node, message)
+
+    async def _start_cycle(self, command: steps.StartCycle) -> None:
+        try:
+            port = await self._store.port()
+        except StoreError as error:
+            self._store.start()
+            self._feed(steps.StoreLost(self._spec.host, str(error)))
+            return
+        machine = self._machine
+        if machine.cycle != command.cycle or machine.phase not in (Phase.RUNNING, Phase.DIAGNOSING):
+            return
+        for group_rank, node in enumerate(command.nodes):
+            self._server.send(
+                node,
+                msg.StartWorkers(
+                    cycle=command.cycle,
+                    group_rank=group_rank,
+                    group_world_size=len(command.nodes),
+                    first_rank=group_rank * command.slots,
+                    world_size=len(command.nodes) * command.slots,
+                    master_addr=self._store.address,
+                    master_port=port,
+                ),
+            )
+
+    # --- journal, logs, console ----------------------------------------------------------------------
+
+    def _record(self, event: AnyEvent) -> None:
+        if isinstance(event, journal.WorkersStopped | journal.JobEnded):
+            self._record_progress()
+        try:
+            record = self._journal.append(self._machine.cycle, event)
+        except OSError as error:
+            self._complain("journal", error)
+            record = Record(ts=time.time(), job="", attempt=0, cycle=self._machine.cycle, event=event)
+        line = console.line_for(record)
+        if line is not None:
+            console.say(line)
+        if isinstance(event, journal.Verdict) and event.rank is not None:
+            self._spawn(self._show_last_lines(record.cycle, event.rank))
+
+    def _record_progress(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            self._step_written = time.monotonic()
+            self._record(journal.Progress(step=step))
+
+    async def _show_last_lines(self, cycle: int, rank: int) -> None:
+        """Off the restart path: what the culprit said last, for whoever reads the job's output file."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._log_queue.join(), 1.0)
+        for line in last_lines(self._spec.run_dir.rank_log(cycle, rank), _CULPRIT_LINES):
+            console.say(f"  rank {rank} | {line}")
+
+    async def _write_logs(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            node, message = await self._log_queue.get()
+            batch = [(node, message)]
+            while not self._log_queue.empty() and len(batch) < _OUTPUT_QUEUE:
+                batch.append(self._log_queue.get_nowait())
+            try:
+                await loop.run_in_executor(None, self._write_batch, batch)
+            except OSError as error:
+                self._complain("output", error)
+            for _ in batch:
+                self._log_queue.task_done()
+
+    def _write_batch(self, batch: Sequence[tuple[str, msg.LogMessage]]) -> None:
+        now = time.time()
+        for node, message in batch:
+            self._logs.write(node, message, now)
+
+    def _show_line(self, rank: int, _node: str, text: str) -> None:
+        if rank == 0:
+            with contextlib.suppress(OSError):
+                print(text, flush=True)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        """Say once that something can't be written; training goes on."""
+        if what not in self._complained:
+            self._complained.add(what)
+            console.say(f"WARNING: the {what} cannot be written to {self._spec.run_dir.path}: {error}")
+
+    def _guard(self, what: str, call) -> None:  # type: ignore[no-untyped-def]
+        try:
+            call()
+        except OSError as error:
+            self._complain(what, error)
+
+
+def run_job(spec: JobSpec) -> int:
+    """Run ``spec`` in a new event loop; return the exit code."""
+    try:
+        return asyncio.run(JobRunner(spec).run())
+    finally:
+        sys.stdout.flush()

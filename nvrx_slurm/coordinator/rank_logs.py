@@ -1,0 +1,107 @@
+"""Writes the ranks' output: ``rank_<r>.log`` as it came, ``merged.log`` line by line in order of time."""
+
+from __future__ import annotations
+
+import datetime
+import heapq
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from nvrx_slurm.coordinator.run_dir import RunDir
+from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogMessage
+
+_MAX_OPEN_FILES = 256
+_REORDER_S = 0.5
+"""Lines of different nodes arrive out of order; they wait this long for earlier ones."""
+_MAX_LINE_BYTES = 64 * 1024
+
+
+class RankLogs:
+    """One writer for all ranks. Not for several threads at once.
+
+    Args:
+        on_line: called with rank, node and text of every complete line, in the order of arrival.
+    """
+
+    def __init__(self, run_dir: RunDir, on_line: Callable[[int, str, str], None]) -> None:
+        self._run_dir = run_dir
+        self._on_line = on_line
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._partial: dict[tuple[int, int], bytes] = {}
+        self._waiting: list[tuple[float, int, int, bytes]] = []
+        self._sequence = 0
+
+    def write(self, node: str, message: LogMessage, now: float) -> None:
+        """Take one message of ``node``; ``now`` in Unix seconds.
+
+        Raises:
+            OSError: the run directory can't be written.
+        """
+        match message:
+            case LogChunk() if message.cycle >= 0 and message.rank >= 0:
+                self._append(self._run_dir.rank_log(message.cycle, message.rank), message.data)
+                self._split(node, message)
+            case LogEnd():
+                rest = self._partial.pop((message.cycle, message.rank), b"")
+                if rest:
+                    self._line(node, message.cycle, message.rank, now, rest)
+            case _:
+                pass
+        self.flush(now - _REORDER_S)
+
+    def flush(self, until: float) -> None:
+        """Write the merged lines that are older than ``until`` (Unix seconds)."""
+        while self._waiting and self._waiting[0][0] <= until:
+            _, _, cycle, line = heapq.heappop(self._waiting)
+            self._append(self._run_dir.merged_log(cycle), line)
+
+    def close(self) -> None:
+        """Write what waits and close the files."""
+        self.flush(float("inf"))
+        while self._open:
+            _, fd = self._open.popitem()
+            os.close(fd)
+
+    def _split(self, node: str, chunk: LogChunk) -> None:
+        key = (chunk.cycle, chunk.rank)
+        *lines, rest = (self._partial.pop(key, b"") + chunk.data).split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        if rest:
+            self._partial[key] = rest
+        for line in lines:
+            self._line(node, chunk.cycle, chunk.rank, chunk.ts, line)
+
+    def _line(self, node: str, cycle: int, rank: int, ts: float, line: bytes) -> None:
+        stamp = datetime.datetime.fromtimestamp(ts).isoformat(timespec="milliseconds")
+        text = line.rstrip(b"\r")
+        merged = f"{stamp} {node} rank {rank}: ".encode() + text + b"\n"
+        self._sequence += 1
+        heapq.heappush(self._waiting, (ts, self._sequence, cycle, merged))
+        self._on_line(rank, node, text.decode(errors="replace"))
+
+    def _append(self, path: Path, data: bytes) -> None:
+        fd = self._open.pop(path, None)
+        if fd is None:
+            if len(self._open) >= _MAX_OPEN_FILES:
+                _, oldest = self._open.popitem(last=False)
+                os.close(oldest)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._open[path] = fd
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last ``count`` lines of a log, none if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _MAX_LINE_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []

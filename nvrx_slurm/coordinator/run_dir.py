@@ -1,0 +1,61 @@
+"""The job's directory on the shared file system; its layout is a contract (see DESIGN)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class RunDirError(RuntimeError):
+    """The run directory can't be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one job."""
+
+    path: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.jsonl"
+
+    def cycle(self, number: int) -> Path:
+        return self.path / "cycles" / str(number)
+
+    def rank_log(self, cycle: int, rank: int) -> Path:
+        return self.cycle(cycle) / f"rank_{rank}.log"
+
+    def merged_log(self, cycle: int) -> Path:
+        return self.cycle(cycle) / "merged.log"
+
+    def claim(self) -> int:
+        """Create the directory, mode 0700, and lock it; the lock lives as long as the returned descriptor.
+
+        Raises:
+            RunDirError: it can't be created, is another user's, or another Coordinator holds it.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owner = self.path.stat().st_uid
+            if owner != os.geteuid():
+                raise RunDirError(
+                    f"run directory {self.path} belongs to uid {owner}: choose another with --run-dir"
+                )
+            fd = os.open(self.path / "coordinator.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RunDirError(
+                f"run directory {self.path}: {error.strerror}; choose one that is writable from every node "
+                "with --run-dir or NVRX_RUN_DIR"
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise RunDirError(
+                f"run directory {self.path} is in use by another nvrx-srun: wait for it, or choose another "
+                "with --run-dir"
+            ) from error
+        return fd

@@ -1,0 +1,181 @@
+"""The gRPC server that agents connect to; it decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from nvrx_slurm.wire import messages as msg
+from nvrx_slurm.wire import rpc
+
+_log = logging.getLogger(__name__)
+_HELLO_TIMEOUT_S = 30.0
+
+# grpc.aio.ServicerContext, whose type parameters are generated messages; ours are not generated.
+_Context = Any
+
+
+class Sink(Protocol):
+    """Who is told; called in the event loop, returns at once."""
+
+    def joined(self, node: str, slots: int) -> None: ...
+
+    def unusable(self, node: str, why: str) -> None: ...
+
+    def lost(self, node: str, why: str) -> None: ...
+
+    def message(self, node: str, message: msg.AgentMessage) -> None: ...
+
+    async def output(self, node: str, message: msg.LogMessage) -> None:
+        """May wait: the agents' output streams then wait too."""
+        ...
+
+
+class _Connection:
+    def __init__(self) -> None:
+        self.outbox: asyncio.Queue[msg.CoordinatorMessage | None] = asyncio.Queue()
+        self.leaving = ""
+
+
+class AgentServer:
+    """Accepts a control stream and an output stream per agent; refuses whoever lacks the token or is old."""
+
+    def __init__(self, token: str, fence: str, welcome: msg.Welcome, sink: Sink) -> None:
+        self._token = token
+        self._fence = fence
+        self._welcome = welcome
+        self._sink = sink
+        self._connections: dict[str, _Connection] = {}
+        self._open_streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        handlers: dict[str, Any] = {
+            rpc.CONTROL: grpc.stream_stream_rpc_method_handler(
+                self._control,
+                request_deserializer=rpc.decode_agent.decode,
+                response_serializer=rpc.encode,
+            ),
+            rpc.LOGS: grpc.stream_unary_rpc_method_handler(
+                self._logs,
+                request_deserializer=rpc.decode_log.decode,
+                response_serializer=lambda _: b"",
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, handlers),))
+
+    async def start(self, address: str) -> int:
+        """Listen on a free port of ``address`` and return it.
+
+        Raises:
+            RuntimeError: the address can't be bound.
+        """
+        host = f"[{address}]" if ":" in address else address
+        port = self._server.add_insecure_port(f"{host}:0")
+        await self._server.start()
+        return int(port)
+
+    def send(self, node: str, message: msg.CoordinatorMessage) -> None:
+        """Queue ``message``; nothing happens if the node is gone."""
+        connection = self._connections.get(node)
+        if connection is not None:
+            connection.outbox.put_nowait(message)
+
+    def disconnect(self, node: str, why: str) -> None:
+        """Tell the node that it is out, and end its stream."""
+        connection = self._connections.pop(node, None)
+        if connection is not None:
+            connection.outbox.put_nowait(msg.Refused(why=why))
+            connection.outbox.put_nowait(None)
+
+    async def shut_down(self, grace_s: float) -> None:
+        """Tell every agent to end, wait until their streams have closed or the time is over, then stop."""
+        for connection in self._connections.values():
+            connection.outbox.put_nowait(msg.Shutdown())
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except asyncio.TimeoutError:
+            _log.warning("some agents did not end within %g s", grace_s)
+        await self._server.stop(grace=0)
+
+    # --- handlers ------------------------------------------------------------------------------------
+
+    async def _authenticate(self, context: _Context) -> None:
+        if not rpc.token_matches(context.invocation_metadata() or (), self._token):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "not an agent of this job")
+
+    def _stream_opened(self) -> None:
+        self._open_streams += 1
+        self._idle.clear()
+
+    def _stream_closed(self) -> None:
+        self._open_streams -= 1
+        if self._open_streams == 0:
+            self._idle.set()
+
+    async def _control(self, _requests: Any, context: _Context) -> None:
+        await self._authenticate(context)
+        self._stream_opened()
+        try:
+            hello = await asyncio.wait_for(context.read(), _HELLO_TIMEOUT_S)
+            if not isinstance(hello, msg.Hello):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with Hello")
+            if hello.version != msg.PROTOCOL_VERSION or hello.fence != self._fence:
+                why = f"this is {self._fence} (protocol {msg.PROTOCOL_VERSION}), not {hello.fence}"
+                await context.write(msg.Refused(why=why))
+                return
+            await context.write(self._welcome)
+            joined = await asyncio.wait_for(context.read(), _HELLO_TIMEOUT_S)
+            if isinstance(joined, msg.Joined):
+                await self._connected(context, hello.node, joined.slots)
+            elif isinstance(joined, msg.Leaving):
+                self._sink.unusable(hello.node, joined.why)
+        finally:
+            self._stream_closed()
+
+    async def _connected(self, context: _Context, node: str, slots: int) -> None:
+        connection = _Connection()
+        self.disconnect(node, "another agent of this node took its place")
+        self._connections[node] = connection
+        self._sink.joined(node, slots)
+        tasks = [
+            asyncio.create_task(self._read(context, node, connection)),
+            asyncio.create_task(self._write(context, connection)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self._connections.get(node) is connection:
+                del self._connections[node]
+                why = connection.leaving or "its connection broke: the agent, the node or its network is gone"
+                self._sink.lost(node, why)
+
+    async def _read(self, context: _Context, node: str, connection: _Connection) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if isinstance(message, msg.Leaving):
+                connection.leaving = message.why
+            if self._connections.get(node) is connection:
+                self._sink.message(node, message)
+
+    async def _write(self, context: _Context, connection: _Connection) -> None:
+        while (message := await connection.outbox.get()) is not None:
+            await context.write(message)
+
+    async def _logs(self, _requests: Any, context: _Context) -> None:
+        await self._authenticate(context)
+        self._stream_opened()
+        try:
+            node = ""
+            while (message := await context.read()) is not grpc.aio.EOF:
+                if isinstance(message, msg.LogHello):
+                    node = message.node
+                else:
+                    await self._sink.output(node, message)
+        finally:
+            self._stream_closed()
