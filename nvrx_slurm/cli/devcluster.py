@@ -49,13 +49,19 @@ def main() -> None:
 @main.command()
 @click.option("--nodes", default=4, show_default=True, help="How many nodes: n1, n2, …")
 @click.option("--gpus-per-node", default=2, show_default=True, help="Simulated GPUs that Slurm hands out.")
+@click.option(
+    "--share",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False),
+    help="A directory below /tmp that the nodes shall see; each has its own /tmp otherwise.",
+)
 @_name
 @_one_sentence
-def up(nodes: int, gpus_per_node: int, name: str) -> None:
+def up(nodes: int, gpus_per_node: int, share: tuple[str, ...], name: str) -> None:
     """Start the cluster and wait until every node is idle; use it again if it is up."""
     began = time.monotonic()
     cluster = DevCluster(name)
-    cluster.up(nodes=nodes, gpus_per_node=gpus_per_node)
+    cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, share=share)
     option = "" if name == "dev" else f" --name {name}"
     click.echo(
         f"cluster {name!r} is up: {nodes} nodes with {gpus_per_node} GPUs each "

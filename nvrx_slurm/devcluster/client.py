@@ -25,8 +25,8 @@ class NodeInfo:
     name: str
     state: str
     """As ``scontrol show node`` prints it, in lower case: ``idle``, ``down*+drain`` …"""
-    registered: str
-    """When its slurmd last started, in local time without a zone; empty before the first time."""
+    registered: int
+    """When its slurmd last started, in seconds since the epoch; 0 before the first time."""
     reason: str
 
     @property
@@ -37,19 +37,9 @@ class NodeInfo:
     def responds(self) -> bool:
         return "*" not in self.state and "not_responding" not in self.state
 
-    @property
-    def in_service(self) -> bool:
-        """It answers and takes jobs, or has some."""
-        withheld = ("drain", "fail", "maint", "power", "planned_down")
-        return (
-            self.responds
-            and self.base in ("idle", "allocated", "mixed", "completing")
-            and not any(word in self.state for word in withheld)
-        )
-
 
 def parse_nodes(text: str) -> dict[str, NodeInfo]:
-    """Read ``scontrol -o show nodes``: one line per node."""
+    """Read ``scontrol -o show nodes`` with times in seconds: one line per node."""
     nodes = {}
     for line in text.splitlines():
         name = re.match(r"NodeName=(\S+)", line)
@@ -61,7 +51,7 @@ def parse_nodes(text: str) -> dict[str, NodeInfo]:
         nodes[name[1]] = NodeInfo(
             name=name[1],
             state=fields.get("State", "unknown").lower(),
-            registered="" if started in ("None", "Unknown") else started,
+            registered=int(started) if started.isdigit() else 0,
             reason=reason[1] if reason else "",
         )
     return nodes
@@ -74,6 +64,7 @@ class SlurmClient:
         self._environment = {
             "PATH": os.environ.get("PATH", os.defpath),
             "LC_ALL": "C",
+            "SLURM_TIME_FORMAT": "%s",
             "SLURM_CONF": str(slurm_conf),
         }
 

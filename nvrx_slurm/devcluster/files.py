@@ -6,8 +6,11 @@ import ctypes
 import os
 import shutil
 import stat
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import nvrx_slurm
 from nvrx_slurm.devcluster import config, preflight
 from nvrx_slurm.devcluster.config import SlurmVersion
 from nvrx_slurm.devcluster.errors import DevClusterError
@@ -17,8 +20,35 @@ from nvrx_slurm.devcluster.state import CONTROLLER, ClusterState, Layout
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "scontrol", "srun", "ip", "nsenter")
 
+PRIVATE = ("/tmp", "/run", "/local", "/dev/shm")
+"""Every node has its own of these."""
 NODE_RUN = "/run/nvrx-node"
 NODE_LOCAL = "/local"
+
+
+def shared_directories(wanted: Sequence[os.PathLike[str] | str]) -> tuple[str, ...]:
+    """Those directories that have to be shared one by one: they lie where every node has its own.
+
+    Args:
+        wanted: besides this package, its virtual environment and its interpreter.
+
+    Raises:
+        DevClusterError: one cannot be shared.
+    """
+    found = set()
+    for path in (Path(nvrx_slurm.__file__).parents[1], sys.prefix, sys.base_prefix, *wanted):
+        real = Path(path).resolve()
+        if not real.is_dir():
+            raise DevClusterError(f"--share {path}: there is no such directory")
+        if str(real) in PRIVATE:
+            raise DevClusterError(f"--share {path}: each node has its own; name a directory below it")
+        if any(real.is_relative_to(private) for private in PRIVATE):
+            found.add(real)
+    return tuple(
+        str(path)
+        for path in sorted(found)
+        if not any(path != other and path.is_relative_to(other) for other in found)
+    )
 
 
 def make_cluster(
@@ -47,15 +77,11 @@ def make_cluster(
         _null_device(layout.gpus / f"nvidia{gpu}")
     _directory(layout.root / "nodes")
     for node in state.node_names:
-        make_node(layout, node, wipe_local=False)
+        make_node(layout, node)
 
 
-def make_node(layout: Layout, node: str, wipe_local: bool) -> None:
-    """The node's directories; with ``wipe_local`` its local disk and spool are empty."""
-    disks = (layout.node_local(node), layout.node_spool(node))
-    if wipe_local:
-        for disk in disks:
-            shutil.rmtree(disk, ignore_errors=True)
+def make_node(layout: Layout, node: str) -> None:
+    """Those of the node's directories that are not there yet."""
     _directory(layout.node(node))
     _directory(layout.node_run(node))
     _directory(layout.node_spool(node))
@@ -63,7 +89,16 @@ def make_node(layout: Layout, node: str, wipe_local: bool) -> None:
     _directory(layout.node_local(node), 0o1777)
 
 
-def plan(layout: Layout, member: str, programs: dict[str, str], rebooted: bool = False) -> Plan:
+def wipe_disks(layout: Layout, node: str) -> None:
+    """All that the node keeps on its own disk: the user's files and Slurm's."""
+    for disk in (layout.node_local(node), layout.node_spool(node)):
+        if disk.exists():
+            shutil.rmtree(disk)
+
+
+def plan(
+    layout: Layout, there: ClusterState, member: str, programs: dict[str, str], rebooted: bool = False
+) -> Plan:
     """How to boot one machine of the cluster."""
     if member == CONTROLLER:
         directory = layout.controller
@@ -85,6 +120,7 @@ def plan(layout: Layout, member: str, programs: dict[str, str], rebooted: bool =
         record=layout.record(member),
         console=directory / "console.log",
         binds=((layout.hosts, "/etc/hosts"), *binds),
+        shares=there.shares,
         services=(_munged(layout, programs["munged"]), daemon),
         environment={
             "PATH": preflight.SYSTEM_DIRECTORIES,

@@ -40,6 +40,8 @@ class Plan:
     console: Path
     binds: tuple[tuple[Path, str], ...]
     """Files and directories of the host, and where they appear inside."""
+    shares: tuple[str, ...]
+    """Directories of the host that appear where they are, in spite of what the machine has there itself."""
     services: tuple[Service, ...]
     environment: dict[str, str]
     ip: str
@@ -55,6 +57,7 @@ class Booting:
             "record": str(plan.record),
             "console": str(plan.console),
             "binds": [[str(source), target] for source, target in plan.binds],
+            "shares": plan.shares,
             "services": [dataclasses.asdict(service) for service in plan.services],
             "environment": plan.environment,
             "ip": plan.ip,
@@ -62,14 +65,16 @@ class Booting:
             "lock_fd": lock_fd,
         }
         # It inherits the cluster's lock until it has left its process record: `down` cannot come in between.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", machine_init.__file__, f"{plan.record.parents[1].name}/{plan.name}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=plan.console.open("ab"),
-            cwd="/",
-            pass_fds=(lock_fd,),
-        )
+        title = f"{plan.record.parents[1].name}/{plan.name}"
+        with plan.console.open("ab") as console:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", machine_init.__file__, title],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=console,
+                cwd="/",
+                pass_fds=(lock_fd,),
+            )
         self._tell(json.dumps(spec))
 
     @property

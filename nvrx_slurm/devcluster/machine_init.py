@@ -87,6 +87,8 @@ def build_root(spec: dict[str, Any]) -> None:
     """Private /tmp, /run, /dev/shm, /proc, /sys and /etc/hosts; everything else is the host's."""
     # A mount or unmount on the host shows inside, never the other way round.
     _mount("none", "/", flags=MS_REC | MS_SLAVE)
+    # Once the new root is in place, what lies below can only be reached by what was opened before.
+    shares = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in spec["shares"]}
     _tmpfs(NEW_ROOT, "0755", "4m")
     with os.scandir("/") as entries:
         for entry in entries:
@@ -106,6 +108,10 @@ def build_root(spec: dict[str, Any]) -> None:
     for directory, mode in (("/run/lock", 0o1777), ("/run/user", 0o755)):
         os.mkdir(NEW_ROOT + directory)
         os.chmod(NEW_ROOT + directory, mode)
+    for path, handle in shares.items():
+        os.makedirs(NEW_ROOT + path, exist_ok=True)
+        _mount(f"/proc/self/fd/{handle}", NEW_ROOT + path, flags=MS_BIND | MS_REC)
+        os.close(handle)
     for source, target in spec["binds"]:
         if not os.path.exists(NEW_ROOT + target):
             os.makedirs(NEW_ROOT + target)

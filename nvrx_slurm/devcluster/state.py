@@ -44,6 +44,8 @@ class ClusterState:
     """The slot among the clusters of this machine: subnet and interface names follow from it."""
     nodes: int
     gpus_per_node: int
+    shares: tuple[str, ...]
+    """Directories that the nodes share with the machine in spite of lying where each node has its own."""
     phase: Phase
     boot_id: str
 
@@ -56,12 +58,21 @@ class ClusterState:
 
     @classmethod
     def from_json(cls, text: str) -> ClusterState:
-        """
+        """Read what this or another version wrote: a cluster has to be taken down with the one at hand.
+
         Raises:
-            ValueError, KeyError, TypeError: not a state that this version wrote.
+            ValueError, KeyError, TypeError: it has not even what that takes.
         """
         fields = json.loads(text)
-        return cls(**{**fields, "phase": Phase(fields["phase"])})
+        return cls(
+            name=str(fields["name"]),
+            index=int(fields["index"]),
+            nodes=int(fields["nodes"]),
+            gpus_per_node=int(fields["gpus_per_node"]),
+            shares=tuple(fields.get("shares", ())),
+            phase=Phase(fields["phase"]),
+            boot_id=str(fields["boot_id"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +180,8 @@ def load(layout: Layout) -> ClusterState | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise DevClusterError(
-            f"{layout.state_file} is not a state that this version of nvrx-devcluster wrote ({error}): "
-            f"take the cluster down with the version that started it"
+            f"{layout.state_file} is not the state of a cluster ({error!r}): take {layout.root.name!r} down "
+            f"with the version of nvrx-devcluster that started it"
         ) from error
 
 
@@ -182,13 +193,17 @@ def save(layout: Layout, state: ClusterState) -> None:
     fresh.replace(layout.state_file)
 
 
-def all_states() -> tuple[ClusterState, ...]:
-    """The states of every cluster on this machine that has got as far as having one."""
-    try:
-        roots = sorted(path for path in BASE.iterdir() if path.is_dir())
-    except FileNotFoundError:
-        return ()
-    return tuple(state for root in roots if (state := load(Layout(root))) is not None)
+def used_slots() -> tuple[int, ...]:
+    """The slots of this machine's clusters, as far as their states can be read.
+
+    The names of the others' interfaces keep their slots too.
+    """
+    found = []
+    for file in BASE.glob("*/state.json"):
+        with contextlib.suppress(DevClusterError):
+            if (state := load(Layout(file.parent))) is not None:
+                found.append(state.index)
+    return tuple(found)
 
 
 @contextlib.contextmanager
@@ -214,8 +229,8 @@ def allocation_lock() -> Iterator[None]:
 def cluster_lock(layout: Layout, command: str, patience_s: float) -> Iterator[int]:
     """Make this process the only one that changes the cluster; gives the lock's file descriptor.
 
-    A child that inherits the descriptor holds the lock too. The caller removes the lock file, while it holds
-    the lock, when the cluster is gone.
+    A child that inherits the descriptor holds the lock too. When the cluster does not exist at the end, the
+    lock file goes too.
 
     Raises:
         DevClusterError: another command still works on this cluster after ``patience_s``.
@@ -239,7 +254,13 @@ def cluster_lock(layout: Layout, command: str, patience_s: float) -> Iterator[in
                 continue
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{command}, process {os.getpid()}".encode(), 0)
-            yield fd
+            try:
+                yield fd
+            finally:
+                if not layout.root.exists():
+                    layout.lock_file.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # other clusters
+                        BASE.rmdir()
             return
         finally:
             os.close(fd)
