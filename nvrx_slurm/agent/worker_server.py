@@ -208,7 +208,10 @@ def _become_rank(program: Program, spec: protocol.RankSpec, output: int, *, cold
 def _preload() -> None:
     with contextlib.suppress(ImportError):
         import torch
-        import torch.distributed  # noqa: F401
+        import torch.distributed
+    # The first optimizer imports it, which takes as long as torch itself; a release may do without.
+    with contextlib.suppress(Exception):
+        import torch._dynamo  # noqa: F401
     gc.collect()
     # Objects of the imports are never garbage: collecting them in every rank would only unshare their pages.
     gc.freeze()

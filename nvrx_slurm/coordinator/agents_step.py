@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 _TERM_GRACE_S = 2.0
+# Said by every srun with --cpu-bind=none where the site binds nothing anyway.
+_NOISE = "cluster configuration lacks support for cpu binding"
 
 
 class AgentsStep:
@@ -51,6 +53,8 @@ class AgentsStep:
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
+            if _NOISE in text:
+                continue
             self._last_words.append(text)
             self._say(text)
 

@@ -208,7 +208,7 @@ class CycleMachine:
         self._commands.extend(commands)
 
     def _write(self, event: journal.events.AnyEvent) -> None:
-        self._do(Write(event))
+        self._do(Write(event, self.cycle))
 
     # --- membership ----------------------------------------------------------------------------------
 

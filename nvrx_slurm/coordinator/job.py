@@ -17,7 +17,7 @@ from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
-from nvrx_slurm.coordinator.store import RendezvousStore, StoreError
+from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.wire import messages as msg
@@ -63,7 +63,7 @@ class JobRunner:
         self._journal = JournalWriter(spec.run_dir.journal, spec.job_id, spec.restart_count)
         self._token = rpc.new_token()
         self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
-        self._store = RendezvousStore(spec.address, self._store_lost)
+        self._stores = RendezvousStores(spec.address, self._store_lost)
         self._logs = RankLogs(spec.run_dir, self._show_line)
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
@@ -83,7 +83,7 @@ class JobRunner:
             loop.add_signal_handler(sig, self._feed, steps.DrainRequested(sig))
         self._announce()
         port = await self._server.start(self._spec.address)
-        self._store.start()
+        self._stores.start()
         writing = asyncio.create_task(self._write_logs())
         step = AgentsStep(self._spec.step_argv, self._agents_environ(port), console.say)
         try:
@@ -93,7 +93,7 @@ class JobRunner:
         finally:
             await self._server.shut_down(_AGENTS_GRACE_S)
             await step.end(_SRUN_GRACE_S)
-            await self._store.close()
+            await self._stores.close()
             await self._log_queue.join()
             writing.cancel()
             self._guard("output", self._logs.close)
@@ -188,7 +188,7 @@ class JobRunner:
             case msg.StepReached():
                 self._step = max(m.step, self._step or 0)
                 if time.monotonic() - self._step_written >= _PROGRESS_INTERVAL_S:
-                    self._record_progress()
+                    self._record_progress(m.cycle)
             case msg.CheckpointReport(what=CheckpointEvent.SAVED):
                 self._record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
             case msg.CheckpointReport():
@@ -198,7 +198,7 @@ class JobRunner:
         await self._log_queue.put((node, message))
 
     def _store_lost(self, why: str) -> None:
-        self._store.start()
+        self._stores.start()
         self._feed(steps.StoreLost(self._spec.host, why))
 
     def _feed(self, event: steps.Event) -> None:
@@ -211,7 +211,7 @@ class JobRunner:
         for command in commands:
             match command:
                 case steps.Write():
-                    self._record(command.event)
+                    self._record(command.event, command.cycle)
                 case steps.StartCycle():
                     self._step = None
                     self._spawn(self._start_cycle(command))
@@ -244,11 +244,9 @@ class JobRunner:
 
     async def _start_cycle(self, command: steps.StartCycle) -> None:
         try:
-            port = await self._store.port()
-        except StoreError as error:
-            self._store.start()
-            self._feed(steps.StoreLost(self._spec.host, str(error)))
-            return
+            port = await self._stores.next_port()
+        except StoreError:
+            return  # _store_lost is called too, and knows why
         machine = self._machine
         if machine.cycle != command.cycle or machine.phase not in (Phase.RUNNING, Phase.DIAGNOSING):
             return
@@ -261,32 +259,34 @@ class JobRunner:
                     group_world_size=len(command.nodes),
                     first_rank=group_rank * command.slots,
                     world_size=len(command.nodes) * command.slots,
-                    master_addr=self._store.address,
+                    master_addr=self._stores.address,
                     master_port=port,
                 ),
             )
 
     # --- journal, logs, console ----------------------------------------------------------------------
 
-    def _record(self, event: AnyEvent) -> None:
+    def _record(self, event: AnyEvent, cycle: int | None = None) -> None:
+        if cycle is None:
+            cycle = self._machine.cycle
         if isinstance(event, journal.WorkersStopped | journal.JobEnded):
-            self._record_progress()
+            self._record_progress(cycle)
         try:
-            record = self._journal.append(self._machine.cycle, event)
+            record = self._journal.append(cycle, event)
         except OSError as error:
             self._complain("journal", error)
-            record = Record(ts=time.time(), job="", attempt=0, cycle=self._machine.cycle, event=event)
+            record = Record(ts=time.time(), job="", attempt=0, cycle=cycle, event=event)
         line = console.line_for(record)
         if line is not None:
             console.say(line)
         if isinstance(event, journal.Verdict) and event.rank is not None:
             self._spawn(self._show_last_lines(record.cycle, event.rank))
 
-    def _record_progress(self) -> None:
+    def _record_progress(self, cycle: int) -> None:
         step, self._step = self._step, None
         if step is not None:
             self._step_written = time.monotonic()
-            self._record(journal.Progress(step=step))
+            self._record(journal.Progress(step=step), cycle)
 
     async def _show_last_lines(self, cycle: int, rank: int) -> None:
         """Off the restart path: what the culprit said last, for whoever reads the job's output file."""
@@ -334,7 +334,12 @@ class JobRunner:
 
 def run_job(spec: JobSpec) -> int:
     """Run ``spec`` in a new event loop; return the exit code."""
+
+    async def run() -> int:
+        # grpc.aio binds its server to the loop that runs when it is made.
+        return await JobRunner(spec).run()
+
     try:
-        return asyncio.run(JobRunner(spec).run())
+        return asyncio.run(run())
     finally:
         sys.stdout.flush()

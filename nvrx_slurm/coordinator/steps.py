@@ -155,6 +155,7 @@ class Write:
     """Append to the journal."""
 
     event: AnyEvent
+    cycle: int
 
 
 @dataclass(frozen=True)

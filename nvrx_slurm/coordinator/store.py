@@ -1,41 +1,60 @@
-"""The Coordinator's side of the rendezvous store's process."""
+"""The Coordinator's side of the process that hosts the rendezvous stores."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable
 
 
 class StoreError(RuntimeError):
-    """The store's process did not come up; the message holds what it said."""
+    """The store process did not come up, or died; the message holds what it said."""
 
 
-class RendezvousStore:
-    """One store process, replaced by :meth:`start` when it has died."""
+class RendezvousStores:
+    """Hands out one fresh store per cycle. The next one is always opened ahead, off the restart path.
+
+    Args:
+        address: of this host, where ranks reach it.
+        on_lost: told when the process, and so the running cycle's store, has died; call :meth:`start` again.
+    """
 
     def __init__(self, address: str, on_lost: Callable[[str], None]) -> None:
         self.address = address
         self._on_lost = on_lost
-        self._process: asyncio.subprocess.Process | None = None
-        self._port: asyncio.Task[int] | None = None
+        self._process: asyncio.Task[asyncio.subprocess.Process] | None = None
+        self._next: asyncio.Task[int] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to start the store; :meth:`port` waits for it."""
-        self._port = asyncio.create_task(self._start())
+        """Begin to start the process and to open the first store."""
+        self._process = asyncio.create_task(self._spawn())
+        self._watching = asyncio.create_task(self._watch(self._process))
+        self._next = self._open_ahead(self._process)
 
-    async def port(self) -> int:
-        """Return the port that ranks connect to.
+    async def next_port(self) -> int:
+        """Return the port of a store that no rank has used.
 
         Raises:
             StoreError: the process ended instead.
         """
-        assert self._port is not None, "start() comes first"
-        return await asyncio.shield(self._port)
+        assert self._process is not None, "start() comes first"
+        assert self._next is not None, "start() comes first"
+        opened, process = self._next, self._process
+        port = await asyncio.shield(opened)
+        if self._next is opened:
+            self._next = self._open_ahead(process)
+        return port
 
-    async def _start(self) -> int:
-        process = await asyncio.create_subprocess_exec(
+    def _open_ahead(self, process: asyncio.Task[asyncio.subprocess.Process]) -> asyncio.Task[int]:
+        opening = asyncio.create_task(self._open(process))
+        # Whoever wants the store gets the error; if nobody does, it is no news.
+        opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return opening
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "nvrx_slurm.coordinator.store_process",
@@ -45,29 +64,37 @@ class RendezvousStore:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        self._process = process
+
+    async def _open(self, spawning: asyncio.Task[asyncio.subprocess.Process]) -> int:
+        process = await asyncio.shield(spawning)
+        assert process.stdin is not None
         assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"open\n")
+            await process.stdin.drain()
         line = await process.stdout.readline()
         if not line:
-            assert process.stderr is not None
-            said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-            why = said[-1] if said else f"exit code {await process.wait()}"
-            raise StoreError(f"the rendezvous store on {self.address} did not start: {why}")
-        self._watching = asyncio.create_task(self._watch(process))
+            raise StoreError(f"no rendezvous store on {self.address}: its process has ended")
         return int(line)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, spawning: asyncio.Task[asyncio.subprocess.Process]) -> None:
+        process = await asyncio.shield(spawning)
         assert process.stderr is not None
-        while await process.stderr.read(65536):
-            pass
+        said = ""
+        while data := await process.stderr.read(65536):
+            said = (said + data.decode(errors="replace"))[-4096:]
         code = await process.wait()
-        self._on_lost(f"the rendezvous store ended with {code}")
+        last = said.strip().splitlines()[-1:] or ["it said nothing"]
+        self._on_lost(f"the rendezvous store's process ended with {code}: {last[0]}")
 
     async def close(self) -> None:
         """End the process."""
-        for task in (self._watching, self._port):
-            if task is not None:
-                task.cancel()
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        tasks = [task for task in (self._watching, self._next) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._process is not None:
+            process = await self._process
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

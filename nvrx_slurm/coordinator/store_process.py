@@ -1,8 +1,9 @@
-"""Hosts the ranks' rendezvous store, in a process of its own so that the Coordinator needs no torch.
+"""Hosts the ranks' rendezvous stores, in a process of its own so that the Coordinator needs no torch.
 
-``python -m nvrx_slurm.coordinator.store_process ADDRESS`` binds a free port of ADDRESS, prints it, and serves
-until its standard input ends. The store outlives every rank; ranks of different cycles use different
-prefixes of it (``TORCHELASTIC_USE_AGENT_STORE`` in torch/distributed/rendezvous.py).
+``python -m nvrx_slurm.coordinator.store_process ADDRESS``: for each line of standard input it opens a new,
+empty store on a free port of ADDRESS and prints the port; at the end of the input it exits. It outlives every
+rank, and each cycle has its own: torch's ranks expect an agent's store to be fresh (torch/distributed/
+rendezvous.py, ``_create_c10d_store``), and nothing of an old cycle can be found in a new one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 
 from nvrx_slurm import linux
 
@@ -23,15 +25,15 @@ def main(address: str) -> None:
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=65535)
-    port = listener.getsockname()[1]
-    # TCPStore owns the descriptor from here on, and it alone closes it.
-    store = TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    print(port, flush=True)
-    sys.stdin.buffer.read()
-    del store
+    # The running cycle's and the next one's.
+    stores: deque[TCPStore] = deque(maxlen=2)
+    for _ in sys.stdin:
+        listener = socket.create_server((address, 0), family=family, backlog=65535)
+        port = listener.getsockname()[1]
+        # TCPStore owns the descriptor from here on, and it alone closes it.
+        fd = listener.detach()
+        stores.append(TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
+        print(port, flush=True)
 
 
 if __name__ == "__main__":
