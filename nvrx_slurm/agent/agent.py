@@ -98,7 +98,7 @@ class Agent:
             slots = resolve_slots(welcome.nproc_per_node, self._config.environ)
         except SlotsError as error:
             _log.error("%s", error)
-            await control.write(msg.Leaving(why=str(error)))
+            await control.write(msg.Leaving(why=str(error), by_signal=False))
             await control.done_writing()
             return EXIT_USAGE
         output = OutputPump(self._config.node)
@@ -126,7 +126,9 @@ class Agent:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if self._signalled.done() and not reading.done():
                 received = self._signalled.result()
-                self._outbox.put_nowait(msg.Leaving(why=f"the agent received {received.name}"))
+                self._outbox.put_nowait(
+                    msg.Leaving(why=f"the agent received {received.name}", by_signal=True)
+                )
                 await workers.stop()
                 return 128 + received
             return await reading if reading.done() else EXIT_COORDINATOR_GONE
@@ -147,7 +149,7 @@ class Agent:
                 case msg.StartWorkers():
                     workers.start(message)
                 case msg.StopWorkers():
-                    workers.begin_stop(message.cycle)
+                    workers.begin_stop(message.cycle, message.hung)
                 case msg.Probe():
                     workers.probe(message.cycle)
                 case msg.AskToStop():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nvrx_slurm import linux
@@ -101,22 +101,25 @@ class NodeWorkers:
             self._all_exited.set()
         self._say(msg.StartFailed(cycle=number, why=why))
 
-    def begin_stop(self, number: int) -> None:
-        """Stop the cycle's ranks; :class:`WorkersGone` follows when no process of them is left."""
+    def begin_stop(self, number: int, hung: Sequence[int] = ()) -> None:
+        """Stop the cycle's ranks, the hung ones without grace; :class:`WorkersGone` follows when no process of them is left."""
         cycle = self._cycle
         if cycle is None or cycle.cycle != number:
             # It never started here: nothing to stop.
             self._say(msg.WorkersGone(cycle=number))
         elif not cycle.stopping:
             cycle.stopping = True
-            self._stopping = asyncio.create_task(self._stop(cycle))
+            self._stopping = asyncio.create_task(self._stop(cycle, hung))
 
-    async def _stop(self, cycle: LocalCycle) -> None:
+    async def _stop(self, cycle: LocalCycle, hung: Sequence[int]) -> None:
         """SIGTERM; when all ranks have ended or the time is over, SIGKILL to what is left, orphans too."""
         self._tell_step(cycle)
         if self._recovering is None:
             self._cleared.clear()
+            self._server.signal_ranks(signal.SIGKILL, hung)
             self._server.signal_ranks(signal.SIGTERM)
+            # A rank that somebody has stopped hears SIGTERM only when it goes on.
+            self._server.signal_ranks(signal.SIGCONT)
             if cycle.alive:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._all_exited.wait(), self._welcome.stop_timeout_s)

@@ -33,9 +33,11 @@ class StartRanks(Packet, frozen=True):
 
 
 class SignalRanks(Packet, frozen=True):
-    """Send a signal to the process group of every rank that is alive."""
+    """Send a signal to the process groups of the ranks that are alive."""
 
     signal: int
+    ranks: list[int] | None
+    """None: all."""
 
 
 class KillEverything(Packet, frozen=True):

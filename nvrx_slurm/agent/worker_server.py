@@ -88,9 +88,10 @@ class WorkerServer:
             case protocol.StartRanks():
                 return self._start(request, fds)
             case protocol.SignalRanks():
-                for pid in self._ranks:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, request.signal)
+                for pid, rank in self._ranks.items():
+                    if request.ranks is None or rank in request.ranks:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(pid, request.signal)
             case protocol.KillEverything():
                 self._clearing = True
                 self._kill_some()

@@ -75,8 +75,9 @@ class WorkerServerProcess:
             raise OSError(f"the ranks' arguments take {len(packet)} bytes; {limit} are possible")
         socket.send_fds(self._channel, [packet], list(pipes))
 
-    def signal_ranks(self, sig: signal.Signals) -> None:
-        self._send(protocol.SignalRanks(signal=sig))
+    def signal_ranks(self, sig: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """Signal the process groups of ``ranks``, by default of all."""
+        self._send(protocol.SignalRanks(signal=sig, ranks=None if ranks is None else list(ranks)))
 
     def kill_everything(self) -> None:
         self._send(protocol.KillEverything())

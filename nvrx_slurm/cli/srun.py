@@ -197,6 +197,7 @@ def main(
             stop_timeout_s=workers_stop_timeout,
         ),
         run_dir=directory,
+        slurm=client,
         step_argv=step.argv(),
         step_environ=scrubbed_environment(os.environ),
     )

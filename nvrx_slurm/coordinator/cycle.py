@@ -25,6 +25,7 @@ from nvrx_slurm.coordinator.steps import (
     Arm,
     AskRanksToStop,
     Command,
+    ConsultSlurm,
     Disarm,
     Disconnect,
     DrainRequested,
@@ -39,6 +40,7 @@ from nvrx_slurm.coordinator.steps import (
     ProbeNodes,
     RankExited,
     RankStalled,
+    SlurmAnswered,
     SnapshotsTaken,
     StartCycle,
     StartFailed,
@@ -75,6 +77,8 @@ class Policy:
     """A node that has not stopped its workers by then leaves the job."""
     probe_timeout_s: float = 1.0
     """How long the search for the hung rank may delay the restart."""
+    consult_timeout_s: float = 10.0
+    """How long Slurm may take to say whether it is ending the job."""
 
 
 class Phase(enum.Enum):
@@ -82,6 +86,8 @@ class Phase(enum.Enum):
     RUNNING = "running"
     DIAGNOSING = "diagnosing"
     STOPPING = "stopping"
+    CONSULTING = "consulting"
+    """Nodes have gone because somebody asked their agents to: Slurm is asked whether it ends the job."""
     ENDED = "ended"
 
 
@@ -127,6 +133,8 @@ class CycleMachine:
         self._grace_over = False
         self._ending: End | None = None
         self._draining = False
+        self._left_by_signal = False
+        self._for_lack_of_nodes: End | None = None
         self._commands: list[Command] = []
         self._now = 0.0
 
@@ -160,7 +168,10 @@ class CycleMachine:
             case NodeUnusable():
                 self._unusable(event)
             case NodeLost():
+                self._left_by_signal |= event.by_signal
                 self._lost(event.node, event.why)
+            case SlurmAnswered():
+                self._slurm_answered(event)
             case StepEnded():
                 self._step_ended(event)
             case StopRequested():
@@ -282,7 +293,7 @@ class CycleMachine:
             self._end(EXIT_RESTART_ELSEWHERE, "asked to stop before a new cycle could begin")
             return
         if len(self.nodes) + len(self._never_joined) < policy.active_nodes:
-            self._end(EXIT_RESTART_ELSEWHERE, self._too_few())
+            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, self._too_few()))
             return
         if len(self.nodes) < policy.active_nodes:
             return
@@ -394,7 +405,7 @@ class CycleMachine:
     # --- stopping ------------------------------------------------------------------------------------
 
     def _fault(self, fault: FaultDetected) -> None:
-        if self.phase is Phase.FORMING:
+        if self.phase in (Phase.FORMING, Phase.CONSULTING):
             return
         self._current.faults.append(fault)
         self._write(fault)
@@ -406,7 +417,8 @@ class CycleMachine:
         self._current.stopping = {node for node in self.active if node in self.nodes}
         self._current.stop_began = self._now
         waiting = tuple(node for node in self.active if node in self._current.stopping)
-        self._do(Disarm(Timer.PROBE), StopCycle(self.cycle, waiting))
+        hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
+        self._do(Disarm(Timer.PROBE), StopCycle(self.cycle, waiting, hung))
         self._do(Arm(Timer.STOP, self.policy.stop_timeout_s))
         if not waiting:
             self._all_stopped()
@@ -433,7 +445,10 @@ class CycleMachine:
         stop = self._reason_to_stop(blame)
         if stop is not None:
             self._verdict(VerdictAction.STOP, blame, stop.why)
-            self._end(stop.code, stop.why)
+            if stop.code == EXIT_RESTART_ELSEWHERE and not self._draining:
+                self._end_for_lack_of_nodes(stop)
+            else:
+                self._end(stop.code, stop.why)
             return
         self._verdict(VerdictAction.RESTART, blame, blame.why)
         self.restarts += 1
@@ -459,12 +474,30 @@ class CycleMachine:
             )
         )
 
+    def _end_for_lack_of_nodes(self, end: End) -> None:
+        """Ask for a requeue, unless the nodes went because Slurm is ending the job anyway."""
+        if not self._left_by_signal:
+            self._end(end.code, end.why)
+            return
+        self.phase = Phase.CONSULTING
+        self._for_lack_of_nodes = end
+        self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+
+    def _slurm_answered(self, event: SlurmAnswered) -> None:
+        end = self._for_lack_of_nodes
+        if self.phase is not Phase.CONSULTING or end is None:
+            return
+        if event.job_state in (None, "RUNNING"):
+            self._end(end.code, end.why)
+        else:
+            self._end(128 + signal.SIGTERM, f"Slurm has ended the job: {event.job_state}")
+
     def _stop_requested(self, event: StopRequested) -> None:
         self._write(journal.StopRequested(signal=event.signal.name))
         end = End(128 + event.signal, f"asked to stop by {event.signal.name}")
         again = self._ending is not None
         self._ending = end
-        if self.phase is Phase.FORMING or again:
+        if self.phase in (Phase.FORMING, Phase.CONSULTING) or again:
             self._end(end.code, end.why)
         elif self.phase is not Phase.STOPPING:
             self._stop_workers()
@@ -492,6 +525,8 @@ class CycleMachine:
                 self._form()
             case Timer.PROBE if self.phase is Phase.DIAGNOSING:
                 self._diagnosed()
+            case Timer.CONSULT:
+                self._slurm_answered(SlurmAnswered(None))
             case Timer.STOP if self.phase is Phase.STOPPING:
                 self._drop_slow_nodes()
             case _:

@@ -20,6 +20,7 @@ from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
+from nvrx_slurm.slurm import SlurmClient, SlurmUnavailableError, UnknownJobError
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
@@ -45,6 +46,7 @@ class JobSpec:
     policy: Policy
     welcome: msg.Welcome
     run_dir: RunDir
+    slurm: SlurmClient
     step_argv: Sequence[str]
     step_environ: Mapping[str, str]
     """Without what tells the agents where and who the Coordinator is: that is added here."""
@@ -151,8 +153,8 @@ class JobRunner:
     def unusable(self, node: str, why: str) -> None:
         self._feed(steps.NodeUnusable(node, why))
 
-    def lost(self, node: str, why: str) -> None:
-        self._feed(steps.NodeLost(node, why))
+    def lost(self, node: str, why: str, by_signal: bool) -> None:
+        self._feed(steps.NodeLost(node, why, by_signal))
 
     def message(self, node: str, message: msg.AgentMessage) -> None:
         match message:
@@ -216,11 +218,14 @@ class JobRunner:
                     self._step = None
                     self._spawn(self._start_cycle(command))
                 case steps.StopCycle():
-                    self._send_all(command.nodes, msg.StopWorkers(cycle=command.cycle))
+                    stop = msg.StopWorkers(cycle=command.cycle, hung=list(command.hung))
+                    self._send_all(command.nodes, stop)
                 case steps.ProbeNodes():
                     self._send_all(command.nodes, msg.Probe(cycle=command.cycle))
                 case steps.AskRanksToStop():
                     self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
+                case steps.ConsultSlurm():
+                    self._spawn(self._consult_slurm())
                 case steps.Disconnect():
                     self._server.disconnect(command.node, command.why)
                 case steps.Arm():
@@ -263,6 +268,17 @@ class JobRunner:
                     master_port=port,
                 ),
             )
+
+    async def _consult_slurm(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+            job = await loop.run_in_executor(None, self._spec.slurm.job, self._spec.job_id)
+            state: str | None = job.state
+        except SlurmUnavailableError:
+            state = None
+        except UnknownJobError:
+            state = "gone"
+        self._feed(steps.SlurmAnswered(state))
 
     # --- journal, logs, console ----------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from nvrx_slurm.wire import rpc
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 30.0
+_BROKEN = "its connection broke: the agent, the node or its network is gone"
 
 # grpc.aio.ServicerContext, whose type parameters are generated messages; ours are not generated.
 _Context = Any
@@ -26,7 +27,7 @@ class Sink(Protocol):
 
     def unusable(self, node: str, why: str) -> None: ...
 
-    def lost(self, node: str, why: str) -> None: ...
+    def lost(self, node: str, why: str, by_signal: bool) -> None: ...
 
     def message(self, node: str, message: msg.AgentMessage) -> None: ...
 
@@ -38,7 +39,7 @@ class Sink(Protocol):
 class _Connection:
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[msg.CoordinatorMessage | None] = asyncio.Queue()
-        self.leaving = ""
+        self.leaving: msg.Leaving | None = None
 
 
 class AgentServer:
@@ -153,13 +154,16 @@ class AgentServer:
                 task.cancel()
             if self._connections.get(node) is connection:
                 del self._connections[node]
-                why = connection.leaving or "its connection broke: the agent, the node or its network is gone"
-                self._sink.lost(node, why)
+                self._sink.lost(
+                    node,
+                    connection.leaving.why if connection.leaving else _BROKEN,
+                    connection.leaving is not None and connection.leaving.by_signal,
+                )
 
     async def _read(self, context: _Context, node: str, connection: _Connection) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             if isinstance(message, msg.Leaving):
-                connection.leaving = message.why
+                connection.leaving = message
             if self._connections.get(node) is connection:
                 self._sink.message(node, message)
 

@@ -17,6 +17,7 @@ class Timer(enum.Enum):
     FORM_GRACE = "form_grace"
     STOP = "stop"
     PROBE = "probe"
+    CONSULT = "consult"
 
 
 # --- events ------------------------------------------------------------------------------------------
@@ -40,6 +41,16 @@ class NodeUnusable:
 class NodeLost:
     node: str
     why: str
+    by_signal: bool = False
+    """Its agent was asked to go, as Slurm does when it ends the job."""
+
+
+@dataclass(frozen=True)
+class SlurmAnswered:
+    """Answer to :class:`ConsultSlurm`."""
+
+    job_state: str | None
+    """Slurm's name of the job's state; None: Slurm could not be asked."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,7 @@ Event = (
     NodeJoined
     | NodeUnusable
     | NodeLost
+    | SlurmAnswered
     | StartFailed
     | RankExited
     | RankStalled
@@ -171,6 +183,8 @@ class StartCycle:
 class StopCycle:
     cycle: int
     nodes: tuple[str, ...]
+    hung: tuple[int, ...] = ()
+    """Ranks that would not hear SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +197,11 @@ class ProbeNodes:
 class AskRanksToStop:
     cycle: int
     nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ConsultSlurm:
+    """Ask for the job's state, to tell a lost node from a job that is being ended."""
 
 
 @dataclass(frozen=True)
@@ -208,4 +227,15 @@ class End:
     why: str
 
 
-Command = Write | StartCycle | StopCycle | ProbeNodes | AskRanksToStop | Disconnect | Arm | Disarm | End
+Command = (
+    Write
+    | StartCycle
+    | StopCycle
+    | ProbeNodes
+    | AskRanksToStop
+    | ConsultSlurm
+    | Disconnect
+    | Arm
+    | Disarm
+    | End
+)

@@ -145,9 +145,11 @@ class WorkersGone(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The agent was told by a signal to go; its ranks are being stopped."""
+    """The agent goes, and says why; its ranks are being stopped."""
 
     why: str
+    by_signal: bool
+    """Somebody asked it to go: Slurm, when the job is cancelled or its time is over."""
 
 
 AgentMessage = (
@@ -203,6 +205,8 @@ class StartWorkers(Message, frozen=True):
 
 class StopWorkers(Message, frozen=True):
     cycle: int
+    hung: list[int]
+    """Ranks to kill at once: they would not hear SIGTERM."""
 
 
 class Probe(Message, frozen=True):
