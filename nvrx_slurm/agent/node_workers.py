@@ -102,7 +102,10 @@ class NodeWorkers:
         self._say(msg.StartFailed(cycle=number, why=why))
 
     def begin_stop(self, number: int, hung: Sequence[int] = ()) -> None:
-        """Stop the cycle's ranks, the hung ones without grace; :class:`WorkersGone` follows when no process of them is left."""
+        """Stop the cycle's ranks, the hung ones without grace.
+
+        :class:`WorkersGone` follows when no process of them is left.
+        """
         cycle = self._cycle
         if cycle is None or cycle.cycle != number:
             # It never started here: nothing to stop.
