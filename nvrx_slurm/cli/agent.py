@@ -48,9 +48,13 @@ def main() -> None:
         # After the fork: gRPC starts threads when it is used, and must not be forked.
         import asyncio
 
+        # Its notes about closed connections would look like errors in the job's output.
+        environ = dict(os.environ)
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
         from nvrx_slurm.agent.agent import Agent, AgentConfig
 
-        config = AgentConfig(coordinator, token, fence, node, private_dir, dict(os.environ))
+        config = AgentConfig(coordinator, token, fence, node, private_dir, environ)
         return asyncio.run(Agent(config).run())
 
     from nvrx_slurm.agent.guardian import run_guarded

@@ -71,6 +71,8 @@ class AgentsStep:
         if self._process is None:
             return
         for sig, patience in ((None, grace_s), (signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, None)):
+            if sig is signal.SIGTERM:
+                self._say("srun still waits for nodes that are gone: ending it")
             if sig is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, sig)
