@@ -1,0 +1,193 @@
+"""The notable events of a job in order, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nvrx_slurm.journal import (
+    CheckpointLoaded,
+    CycleStarted,
+    FaultDetected,
+    FaultKind,
+    FirstStep,
+    JobEnded,
+    JobStarted,
+    NodeExcluded,
+    NodeJoined,
+    NodeLost,
+    StopRequested,
+    Verdict,
+    WorkersStarted,
+    WorkersStopped,
+)
+from nvrx_slurm.report.cause import seen_fault
+from nvrx_slurm.report.collect import AttemptNotes, CycleNotes, Entry
+from nvrx_slurm.report.model import (
+    AttemptReport,
+    Cause,
+    CycleEnd,
+    CycleReport,
+    JobReport,
+    JobState,
+    Moment,
+    MomentKind,
+    RecoveryEnd,
+    SeenFault,
+)
+from nvrx_slurm.report.words import clean, count, node_set, plain_seconds, ranges, say_fault, what_happened
+
+_PLACES_NAMED = 6
+"""A cascade of more nodes than this is counted instead of listed."""
+
+
+def timeline(report: JobReport, attempts: list[AttemptNotes]) -> tuple[Moment, ...]:
+    """Return the moments of a report whose other fields are complete."""
+    cycles = iter(report.cycles)
+    moments: list[Moment] = []
+    for attempt, summary in zip(attempts, report.attempts, strict=True):
+        teller = _Teller(attempt, summary, {id(notes): next(cycles) for notes in attempt.cycles}, report)
+        for entry in attempt.entries:
+            moments.extend(teller.tell(entry))
+        if attempt.ended is None and (attempt is not attempts[-1] or report.state is JobState.NO_END):
+            silent = (
+                attempts[-1].started_at if attempt is not attempts[-1] else report.now
+            ) - attempt.last_at
+            text = f"no end recorded; nothing was written for {plain_seconds(max(0.0, silent))}"
+            moments.append(Moment(attempt.last_at, MomentKind.NO_END, attempt.entries[-1].record.cycle, text))
+    return tuple(moments)
+
+
+class _Teller:
+    """Says one attempt's events, each with what the whole journal tells about it."""
+
+    def __init__(
+        self,
+        attempt: AttemptNotes,
+        summary: AttemptReport,
+        cycles: dict[int, CycleReport],
+        report: JobReport,
+    ) -> None:
+        self._attempt = attempt
+        self._summary = summary
+        self._cycles = cycles
+        self._told_fault: set[int] = set()
+        self._told_cascade: set[tuple[int, str]] = set()
+        self._told_load: dict[int, int] = {}
+        self._out: set[str] = set()
+        self._began = False
+        order = {id(cycle): index for index, cycle in enumerate(report.cycles)}
+        self._before = {
+            key: report.cycles[order[id(cycle)] - 1] if order[id(cycle)] else None
+            for key, cycle in cycles.items()
+        }
+
+    def tell(self, entry: Entry) -> Iterator[Moment]:
+        for kind, text in self._lines(entry):
+            yield Moment(entry.at, kind, entry.record.cycle, text)
+
+    def _lines(self, entry: Entry) -> Iterator[tuple[MomentKind, str]]:
+        match entry.record.event:
+            case JobStarted() as event:
+                yield MomentKind.JOB_STARTED, self._job_started(event)
+            case NodeJoined(node=node):
+                if node in self._out or self._began:
+                    yield MomentKind.NODE_JOINED, f"{clean(node)} joined"
+                self._out.discard(node)
+            case NodeLost() as event:
+                self._out.add(event.node)
+                if not self._seen_as_fault(event.node):
+                    yield MomentKind.NODE_LOST, f"{clean(event.node)} lost: {clean(event.why)}"
+            case NodeExcluded(node=node, reason=reason):
+                yield MomentKind.NODE_EXCLUDED, f"{clean(node)} excluded: {clean(reason)}"
+            case StopRequested(signal=signal):
+                yield MomentKind.STOP_REQUESTED, f"asked to stop by {clean(signal)}"
+            case JobEnded(code=code, why=why):
+                yield MomentKind.JOB_ENDED, f"code {code}: {clean(why)}"
+            case _:
+                if entry.cycle is not None:
+                    yield from self._cycle_lines(entry, entry.cycle)
+
+    def _cycle_lines(self, entry: Entry, notes: CycleNotes) -> Iterator[tuple[MomentKind, str]]:
+        cycle = self._cycles[id(notes)]
+        match entry.record.event:
+            case CycleStarted() as event:
+                self._began = True
+                spares = f", {'spare' if len(event.spares) == 1 else 'spares'} {node_set(event.spares)}"
+                text = f"cycle {notes.number}: {count(event.world_size, 'rank')} on {node_set(event.nodes)}"
+                yield MomentKind.CYCLE_STARTED, text + (spares if event.spares else "")
+            case WorkersStarted(node=node, warm=False, why_cold=why) if why:
+                yield MomentKind.COLD_START, f"{clean(node)} starts its ranks cold: {clean(why)}"
+            case CheckpointLoaded(step=step, layer=layer):
+                if self._told_load.get(id(notes)) != step:
+                    self._told_load[id(notes)] = step
+                    yield MomentKind.CHECKPOINT_LOADED, f"from step {step} ({clean(layer)} checkpoint)"
+            case FirstStep() if cycle.first_step_at == entry.at:
+                yield MomentKind.FIRST_STEP, self._first_step(cycle, self._before[id(notes)])
+            case FaultDetected() as event:
+                yield from self._fault(event, entry, notes, cycle)
+            case WorkersStopped(nodes=nodes, seconds=took):
+                after = plain_seconds(max(0.0, took))
+                text = f"no worker left on {count(nodes, 'node')}, {after} after the order to stop"
+                yield MomentKind.WORKERS_STOPPED, text
+            case Verdict() as event:
+                yield MomentKind.VERDICT, f"{event.action.value}: {clean(event.why)} [{clean(event.rule)}]"
+            case _:
+                pass
+
+    def _job_started(self, event: JobStarted) -> str:
+        spares = f" + {count(event.spares, 'spare')}" if event.spares else ""
+        text = f"attempt {self._attempt.number} on {clean(event.host)}: {node_set(event.nodes)}"
+        text += f" = {event.active_nodes} active{spares}"
+        if self._summary.queue_s is not None:
+            text += f", {plain_seconds(self._summary.queue_s)} after the one before"
+        return text
+
+    def _first_step(self, cycle: CycleReport, before: CycleReport | None) -> str:
+        assert cycle.first_step_at is not None
+        text = f"first step of cycle {cycle.number}"
+        recovery = before.recovery if before is not None else None
+        if before is not None and recovery is not None and recovery.end is RecoveryEnd.RESUMED:
+            what = "the fault" if before.end is CycleEnd.FAULT else f"cycle {before.number} ended"
+            return f"{text}, {plain_seconds(recovery.lost_s)} after {what}"
+        since = cycle.first_step_at - self._attempt.started_at
+        return f"{text}, {plain_seconds(since)} after the start"
+
+    def _fault(
+        self, event: FaultDetected, entry: Entry, notes: CycleNotes, cycle: CycleReport
+    ) -> Iterator[tuple[MomentKind, str]]:
+        seen = seen_fault(entry.at, event)
+        if cycle.cause is None:
+            yield MomentKind.CASCADE, f"{say_fault(seen)}, after the job was asked to stop"
+        elif seen not in cycle.cascade and id(notes) not in self._told_fault:
+            self._told_fault.add(id(notes))
+            yield MomentKind.FAULT, _with_evidence(cycle.cause, event)
+        else:
+            group = (id(notes), what_happened(seen))
+            if group not in self._told_cascade:
+                self._told_cascade.add(group)
+                alike = [other for other in cycle.cascade if what_happened(other) == group[1]]
+                yield MomentKind.CASCADE, _say_cascade(alike or [seen])
+
+    def _seen_as_fault(self, node: str) -> bool:
+        """Whether the node's loss has a line of its own as a fault."""
+        return any(
+            event.kind is FaultKind.NODE_LOST and event.node == node
+            for notes in self._attempt.cycles
+            for _, event in notes.faults
+        )
+
+
+def _with_evidence(cause: Cause, event: FaultDetected) -> str:
+    detail = f" ({clean(event.detail)})" if event.detail.strip() else ""
+    return f"{say_fault(cause)}, seen by {clean(event.detector)}{detail}"
+
+
+def _say_cascade(alike: list[SeenFault]) -> str:
+    if len(alike) == 1:
+        return say_fault(alike[0])
+    nodes = sorted({fault.node for fault in alike})
+    where = f"on {node_set(nodes)}" if len(nodes) <= _PLACES_NAMED else f"on {len(nodes)} nodes"
+    told = {fault.rank for fault in alike if fault.rank is not None}
+    if not told:
+        return f"{count(len(alike), 'node')} {where}: {what_happened(alike[0])}"
+    return f"ranks {ranges(told)} {where}: {what_happened(alike[0])}"

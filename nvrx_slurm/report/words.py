@@ -1,0 +1,153 @@
+"""The words of a report: how a cause, a duration, a set of nodes or ranks is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from nvrx_slurm.journal import FaultKind
+from nvrx_slurm.report.model import Cause, CycleEnd, CycleReport, NodeOut, SeenFault
+
+
+def clean(text: str) -> str:
+    """Return ``text`` on one line and without control characters, which could drive a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def seconds(value: float) -> str:
+    """Say a duration in at most six characters: ``0.12s``, ``12.3s``, ``1m12s``, ``1h02m``, ``4d03h``."""
+    if value < 9.995:
+        return f"{value:.2f}s"
+    if value < 59.95:
+        return f"{value:.1f}s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 100 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def elapsed(value: float, *, tenths: bool = False) -> str:
+    """Say a time since the start as a clock does: ``0:24`` or ``0:24.3``, ``1:02:03``, ``4d03h05``."""
+    value = max(0.0, value)
+    if tenths and value < 3599.95:
+        tenth = round(value * 10)
+        return f"{tenth // 600}:{tenth // 10 % 60:02d}.{tenth % 10}"
+    whole = round(value)
+    minutes, hours = whole // 60 % 60, whole // 3600
+    if hours >= 100:
+        return f"{hours // 24}d{hours % 24:02d}h{minutes:02d}"
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def plain_seconds(value: float) -> str:
+    """Say a duration as prose does: ``0.84 s``, ``1.9 s``, ``2m31s``."""
+    if value < 0.995:
+        return f"{value:.2f} s"
+    return f"{value:.1f} s" if value < 59.95 else seconds(value)
+
+
+def count(number: int, what: str) -> str:
+    """Return ``1 fault``, ``3 faults``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ``0-2,5`` for 0, 1, 2, 5."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+_NUMBERED = re.compile(r"^(.*?)([0-9]{1,9})$")
+
+
+def node_set(nodes: Sequence[str]) -> str:
+    """Return nodes as Slurm writes them: ``n[1-3,5],login``."""
+    groups: dict[tuple[str, int], list[int]] = {}
+    single: list[str] = []
+    for node in map(clean, nodes):
+        match = _NUMBERED.match(node)
+        if match is None:
+            single.append(node)
+            continue
+        digits = match.group(2)
+        width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
+        groups.setdefault((match.group(1), width), []).append(int(digits))
+    said = []
+    for (prefix, width), numbers in groups.items():
+        parts = [
+            "-".join(part.zfill(width) for part in span.split("-")) for span in ranges(numbers).split(",")
+        ]
+        alone = len(parts) == 1 and "-" not in parts[0]
+        said.append(f"{prefix}{parts[0]}" if alone else f"{prefix}[{','.join(parts)}]")
+    return ",".join(said + single) or "-"
+
+
+def what_happened(fault: Cause | SeenFault) -> str:
+    """Say the symptom alone: ``SIGKILL``, ``exit 1``, ``no heartbeat``, ``lost``."""
+    match fault.kind:
+        case FaultKind.EXIT:
+            return "failed" if fault.exit is None else f"exit {fault.exit}"
+        case FaultKind.SIGNAL:
+            return clean(fault.signal) if fault.signal else "killed by a signal"
+        case FaultKind.HANG:
+            return "no heartbeat"
+        case FaultKind.NODE_LOST:
+            return "lost"
+        case FaultKind.START:
+            return "workers did not start"
+        case None:
+            return "failed"
+
+
+def who(fault: Cause | SeenFault) -> str:
+    """Say the place: ``rank 3 on n2``, ``node n2``."""
+    node = clean(fault.node) if fault.node else None
+    if fault.rank is not None and fault.kind is not FaultKind.NODE_LOST:
+        return f"rank {fault.rank} on {node}" if node else f"rank {fault.rank}"
+    return f"node {node}" if node else "cause unknown"
+
+
+def say_fault(fault: Cause | SeenFault) -> str:
+    """Say place and symptom: ``rank 3 on n2: SIGKILL``, ``node n2 lost``."""
+    if fault.kind is FaultKind.NODE_LOST:
+        return f"{who(fault)} lost" if fault.node else "a node was lost"
+    if fault.node is None and fault.rank is None and fault.kind is None:
+        return "cause not recorded"
+    return f"{who(fault)}: {what_happened(fault)}"
+
+
+def say_end(cycle: CycleReport) -> str:
+    """Say why a cycle is over, or what it does."""
+    match cycle.end:
+        case CycleEnd.FAULT:
+            assert cycle.cause is not None
+            return say_fault(cycle.cause)
+        case CycleEnd.RUNNING:
+            return "training" if cycle.first_step_at is not None else "starting"
+        case CycleEnd.FINISHED:
+            return "finished"
+        case CycleEnd.STOPPED:
+            return f"asked to stop: {clean(cycle.stop_signal)}" if cycle.stop_signal else "stopped"
+        case CycleEnd.CUT_OFF:
+            return "no end recorded"
+
+
+def log_of(cycle: CycleReport) -> str:
+    """Name the log to read for a cycle's cause, relative to the run directory."""
+    cause = cycle.cause
+    if cause is not None and cause.rank is not None and cause.kind is not FaultKind.NODE_LOST:
+        return f"cycles/{cycle.number}/rank_{cause.rank}.log"
+    return f"cycles/{cycle.number}/merged.log"
+
+
+def say_out(out: NodeOut, what: str) -> str:
+    """Say that a node was lost or excluded, and why."""
+    why = f": {clean(out.why)}" if out.why.strip() else ""
+    return f"{clean(out.node)} {what}{why}"

@@ -1,0 +1,436 @@
+"""What a report says about a journal."""
+
+from __future__ import annotations
+
+import pytest
+from report_journals import START, Writer, drained, exited, gone, killed, requeued, three_faults
+
+from nvrx_slurm.journal import (
+    CheckpointLoaded,
+    FaultKind,
+    FirstStep,
+    JobEnded,
+    NodeJoined,
+    NodeLost,
+    Progress,
+    Record,
+    StopRequested,
+    Verdict,
+    VerdictAction,
+    WorkersStopped,
+)
+from nvrx_slurm.report import (
+    CycleEnd,
+    JobReport,
+    JobState,
+    MomentKind,
+    Phase,
+    RecoveryEnd,
+    ResumeSource,
+    build_report,
+)
+from nvrx_slurm.report.words import say_end
+
+NODES = ["n1", "n2", "n3", "n4"]
+
+
+def report(records: list[Record], now: float = 1e6, in_slurm: bool | None = None) -> JobReport:
+    return build_report(records, START + now, in_slurm=in_slurm)
+
+
+def training(attempt: int = 0) -> Writer:
+    """A job whose first cycle has made ten steps, one a second, from 5 s on; checkpoint at step 10."""
+    w = Writer(attempt=attempt)
+    w.job_started(0.0)
+    w.cycle_starts(2.0, NODES, ["n5"])
+    w.trains(4.0, 5.0, None)
+    w.steps(5.0, 1, 10, 1.0)
+    return w
+
+
+# --- the cycles and who ended them ---------------------------------------------------------------------
+
+
+def test_three_faults_show_the_right_rank_and_node() -> None:
+    shown = report(three_faults())
+    assert [say_end(cycle) for cycle in shown.cycles] == [
+        "rank 3 on n2: SIGKILL",
+        "rank 5 on n3: no heartbeat",
+        "node n2 lost",
+        "finished",
+    ]
+    assert [cycle.cause.detector for cycle in shown.faults if cycle.cause] == ["child", "heartbeat", "stream"]
+    assert shown.state is JobState.FINISHED
+
+
+def test_the_verdict_names_the_cause_and_what_was_seen_before_is_cascade() -> None:
+    cycle = report(three_faults()).cycles[0]
+    assert cycle.cause is not None
+    assert (cycle.cause.rank, cycle.cause.node, cycle.cause.signal) == (3, "n2", "SIGKILL")
+    assert cycle.cause.from_verdict
+    assert [fault.rank for fault in cycle.cascade] == [2, 0, 6]
+    assert cycle.ended_at == pytest.approx(START + 24.30)  # the loss counts from what was seen first
+
+
+def test_without_a_verdict_the_cause_is_what_was_seen_first() -> None:
+    w = training()
+    w.at(15.0, exited(6, "n4"), exited(7, "n4"))
+    cycle = report(w.records, now=15.1).cycles[0]
+    assert say_end(cycle) == "rank 6 on n4: exit 1"
+    assert cycle.cause is not None
+    assert not cycle.cause.from_verdict
+
+
+def test_a_verdict_without_rank_names_the_node() -> None:
+    w = training()
+    w.at(15.0, exited(6, "n4"), exited(7, "n4"))
+    w.at(15.2, Verdict(action=VerdictAction.RESTART, rule="r", why="w", node="n4", kind=FaultKind.EXIT))
+    assert say_end(report(w.records).cycles[0]) == "node n4: exit 1"
+
+
+def test_a_verdict_without_rank_takes_it_from_the_only_fault_that_fits() -> None:
+    w = training()
+    w.at(15.0, exited(0, "n1"), exited(6, "n4"))
+    w.at(15.2, Verdict(action=VerdictAction.RESTART, rule="r", why="w", node="n4", kind=FaultKind.EXIT))
+    assert say_end(report(w.records).cycles[0]) == "rank 6 on n4: exit 1"
+
+
+def test_a_verdict_may_name_what_no_detector_saw() -> None:
+    w = training()
+    w.at(15.0, exited(0, "n1"))
+    culprit = Verdict(action=VerdictAction.RESTART, rule="r", why="w", node="n3", rank=5, kind=FaultKind.HANG)
+    w.at(15.2, culprit)
+    cycle = report(w.records).cycles[0]
+    assert say_end(cycle) == "rank 5 on n3: no heartbeat"
+    assert cycle.cause is not None
+    assert cycle.cause.detector is None
+    assert len(cycle.cascade) == 1
+
+
+def test_a_verdict_that_names_nobody_leaves_the_first_fault_as_cause() -> None:
+    w = training()
+    w.at(15.0, exited(0, "n1"))
+    w.at(15.2, Verdict(action=VerdictAction.RESTART, rule="r", why="w"))
+    assert say_end(report(w.records).cycles[0]) == "rank 0 on n1: exit 1"
+
+
+def test_ranks_that_fall_after_a_request_to_stop_are_no_fault() -> None:
+    w = training()
+    w.at(15.0, StopRequested(signal="SIGTERM"))
+    w.at(15.1, exited(0, "n1"), WorkersStopped(nodes=4, seconds=0.1))
+    w.at(15.2, JobEnded(code=143, why="asked to stop by SIGTERM"))
+    shown = report(w.records)
+    assert shown.state is JobState.STOPPED
+    assert shown.faults == ()
+    assert say_end(shown.cycles[0]) == "asked to stop: SIGTERM"
+
+
+def test_a_fault_after_a_request_to_stop_is_one_when_the_verdict_says_so() -> None:
+    w = training()
+    w.at(15.0, StopRequested(signal="SIGUSR2"))
+    w.at(16.0, killed(3, "n2"))
+    w.at(
+        16.2,
+        Verdict(action=VerdictAction.STOP, rule="r", why="w", node="n2", rank=3, kind=FaultKind.SIGNAL),
+        JobEnded(code=75, why="asked to stop, and then: rank 3"),
+    )
+    assert [say_end(cycle) for cycle in report(w.records).faults] == ["rank 3 on n2: SIGKILL"]
+
+
+# --- seconds and steps lost ----------------------------------------------------------------------------
+
+
+def test_the_phases_of_a_recovery_add_up_to_the_seconds_lost() -> None:
+    recovery = report(three_faults()).cycles[0].recovery
+    assert recovery is not None
+    phases = [recovery.stop_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
+    assert phases == pytest.approx([0.32, 0.01, 0.77, 0.80], abs=1e-6)
+    assert recovery.lost_s == pytest.approx(1.90, abs=1e-6)
+    assert recovery.end is RecoveryEnd.RESUMED
+
+
+def test_a_mark_that_is_missing_leaves_its_time_to_the_next_phase() -> None:
+    records = [r for r in three_faults() if not isinstance(r.event, WorkersStopped)]
+    recovery = report(records).cycles[0].recovery
+    assert recovery is not None
+    assert recovery.stop_s is None
+    assert recovery.form_s == pytest.approx(0.33, abs=1e-6)
+    assert recovery.lost_s == pytest.approx(1.90, abs=1e-6)
+
+
+def test_steps_lost_are_the_last_step_known_less_the_step_resumed_from() -> None:
+    shown = report(three_faults())
+    assert [c.recovery.steps_lost for c in shown.faults if c.recovery] == [37 - 30, 62 - 60, 98 - 90]
+
+
+def test_the_last_words_of_a_cycle_count_although_they_are_written_after_the_fault() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.at(15.2, Progress(step=12), WorkersStopped(nodes=4, seconds=0.2))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.trains(15.6, 16.0, 10)
+    shown = report(w.records, now=16.0)
+    assert shown.cycles[0].last_step == 12
+    assert shown.cycles[0].recovery is not None
+    assert shown.cycles[0].recovery.steps_lost == 2
+
+
+def test_without_checkpoint_loaded_the_first_step_tells_where_training_resumed() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.at(16.0, FirstStep(ranks=8, step=9))
+    shown = report(w.records, now=16.0)
+    assert shown.cycles[1].resumed_from == 8
+    assert shown.cycles[1].resumed_by is ResumeSource.FIRST_STEP
+    assert shown.cycles[0].recovery is not None
+    assert shown.cycles[0].recovery.steps_lost == 2
+
+
+def test_without_either_training_is_taken_to_have_begun_anew() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.at(16.0, FirstStep(ranks=8))
+    shown = report(w.records, now=16.0)
+    assert (shown.cycles[1].resumed_from, shown.cycles[1].resumed_by) == (0, ResumeSource.START)
+    assert shown.cycles[0].recovery is not None
+    assert shown.cycles[0].recovery.steps_lost == 10
+
+
+def test_without_any_step_in_the_journal_steps_lost_are_not_known() -> None:
+    w = Writer()
+    w.job_started(0.0)
+    w.cycle_starts(2.0, NODES)
+    w.at(5.0, FirstStep(ranks=8))
+    w.at(15.0, killed(3, "n2"))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.at(16.0, FirstStep(ranks=8))
+    shown = report(w.records, now=20.0)
+    assert shown.cycles[0].recovery is not None
+    assert shown.cycles[0].recovery.steps_lost is None
+    assert shown.last_step is None
+    assert shown.time is not None
+    assert not shown.time.redone_known
+
+
+def test_ranks_that_loaded_different_steps_resume_from_the_lowest() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    for rank, step in ((0, 10), (1, 10), (1, 8)):  # rank 1 fell back to an older one
+        w.at(15.5, CheckpointLoaded(step=step, layer="local", rank=rank))
+    w.at(16.0, FirstStep(ranks=8))
+    assert report(w.records, now=16.0).cycles[1].resumed_from == 8
+
+
+def test_a_cycle_that_fails_before_its_first_step_takes_over_the_seconds_lost() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.at(15.2, WorkersStopped(nodes=4, seconds=0.2))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.at(17.0, exited(1, "n1"))
+    w.at(17.2, WorkersStopped(nodes=4, seconds=0.2))
+    w.restart(17.2, "r", "w", exited(1, "n1"))
+    w.cycle_starts(17.3, NODES)
+    w.trains(18.0, 18.5, 10)
+    shown = report(w.records, now=19.0)
+    first, second = (cycle.recovery for cycle in shown.faults)
+    assert first is not None
+    assert second is not None
+    assert (first.end, first.lost_s) == (RecoveryEnd.FAILED_AGAIN, pytest.approx(2.0))
+    assert (second.end, second.lost_s) == (RecoveryEnd.RESUMED, pytest.approx(1.5))
+    assert shown.median_lost_s == pytest.approx(1.5)
+    assert len(shown.recovered) == 1
+
+
+# --- where the job stands ------------------------------------------------------------------------------
+
+
+def test_an_empty_journal_is_an_answer() -> None:
+    assert report([]).state is JobState.EMPTY
+
+
+def test_a_journal_with_only_its_start_is_a_job_that_starts() -> None:
+    w = Writer()
+    w.job_started(0.0)
+    shown = report(w.records[:1], now=3.0)
+    assert (shown.state, shown.activity) == (JobState.RUNNING, Phase.STARTING)
+    assert shown.cycles == ()
+
+
+def test_a_running_job_trains_until_a_fault_is_seen() -> None:
+    w = training()
+    assert report(w.records, now=16.0).activity is Phase.TRAINING
+    w.at(16.0, killed(3, "n2"))
+    shown = report(w.records, now=17.5)
+    assert shown.activity is Phase.RECOVERING
+    assert shown.cycles[0].recovery is not None
+    assert shown.cycles[0].recovery.end is RecoveryEnd.ONGOING
+    assert shown.cycles[0].recovery.lost_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("in_slurm", "state"),
+    [(None, JobState.NO_END), (False, JobState.NO_END), (True, JobState.RUNNING)],
+)
+def test_a_job_without_end_that_wrote_nothing_for_long_runs_only_if_slurm_says_so(
+    in_slurm: bool | None, state: JobState
+) -> None:
+    shown = report(training().records, now=600.0, in_slurm=in_slurm)
+    assert shown.state is state
+    if state is JobState.NO_END:
+        assert shown.until == shown.last_event_at  # nothing is said about the time after it
+        assert shown.timeline[-1].kind is MomentKind.NO_END
+
+
+@pytest.mark.parametrize(
+    ("code", "state"), [(0, JobState.FINISHED), (1, JobState.FAILED), (75, JobState.REQUEUE)]
+)
+def test_the_code_tells_how_a_job_ended(code: int, state: JobState) -> None:
+    w = training()
+    w.at(20.0, JobEnded(code=code, why="because"))
+    shown = report(w.records)
+    assert (shown.state, shown.code, shown.why) == (state, code, "because")
+    assert shown.until == START + 20.0
+
+
+def test_a_drained_job_waits_for_its_requeue_without_a_fault() -> None:
+    shown = report(drained())
+    assert (shown.state, shown.faults) == (JobState.REQUEUE, ())
+    assert shown.attempts[0].stop_signal == "SIGUSR2"
+
+
+# --- attempts ------------------------------------------------------------------------------------------
+
+
+def test_a_requeue_counts_its_time_in_the_queue_apart() -> None:
+    shown = report(requeued())
+    assert [attempt.queue_s for attempt in shown.attempts] == [None, pytest.approx(61.0)]
+    recovery = shown.cycles[0].recovery
+    assert recovery is not None
+    assert recovery.end is RecoveryEnd.RESUMED
+    assert recovery.lost_s == pytest.approx(65.5)
+    phases = [recovery.stop_s, recovery.queue_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
+    assert phases == pytest.approx([0.4, 61.0, 1.1, 2.0, 1.0], abs=1e-6)
+    assert [cycle.number for cycle in shown.cycles] == [0, 1]
+
+
+def test_an_attempt_that_follows_one_without_an_end_had_lost_its_coordinator() -> None:
+    w = training()
+    start = w.records[0].event
+    w.attempt, w.cycle = 1, 1
+    w.at(100.0, start)
+    w.cycle_starts(101.0, NODES)
+    w.trains(102.0, 103.0, 10)
+    w.steps(103.0, 11, 20, 1.0)
+    w.at(113.0, JobEnded(code=0, why="done"))
+    shown = report(w.records)
+    assert shown.cycles[0].end is CycleEnd.CUT_OFF
+    assert shown.cycles[0].recovery is not None
+    assert shown.cycles[0].recovery.lost_s == pytest.approx(103.0 - 14.02)
+    assert shown.faults == ()
+
+
+def test_what_a_fenced_coordinator_still_writes_is_left_out() -> None:
+    w = training()
+    start = w.records[0].event
+    w.attempt = 1
+    w.at(100.0, start)
+    w.attempt = 0
+    w.at(101.0, JobEnded(code=93, why="fenced"))
+    shown = report(w.records, now=102.0)
+    assert shown.state is JobState.RUNNING
+    assert shown.read.fenced == 1
+
+
+def test_a_later_attempt_on_a_host_with_a_slow_clock_comes_after_the_earlier_one() -> None:
+    w = training()
+    w.at(20.0, JobEnded(code=75, why="too few nodes"))
+    start = w.records[0].event
+    w.attempt, w.cycle = 1, 1
+    w.at(-500.0, start)
+    w.cycle_starts(-498.0, NODES)
+    w.trains(-497.0, -496.0, 10)
+    shown = report(w.records, now=-490.0, in_slurm=True)
+    assert shown.attempts[1].queue_s == 0.0
+    recovered = shown.cycles[1]
+    assert recovered.first_step_at == pytest.approx(START + 20.0 + 4.0)
+
+
+def test_a_second_run_after_a_finished_one_is_other_training() -> None:
+    w = training()
+    w.at(20.0, JobEnded(code=0, why="done"))
+    w.cycle = 1
+    w.at(30.0, w.records[0].event)
+    w.cycle_starts(31.0, NODES)
+    w.trains(32.0, 33.0, None)
+    w.steps(33.0, 1, 5, 1.0)
+    w.at(38.0, JobEnded(code=0, why="done"))
+    shown = report(w.records)
+    assert len(shown.attempts) == 2
+    assert shown.cycles[0].recovery is None
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.REDOING] == 0.0
+    assert shown.time.redone_known
+
+
+# --- nodes ---------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_that_joins_again_is_back() -> None:
+    w = training()
+    w.at(15.0, NodeLost(node="n5", why="connection closed"))
+    w.at(18.0, NodeJoined(node="n5", slots=2))
+    (lost,) = report(w.records, now=19.0).lost
+    assert (lost.node, lost.why, lost.back_at) == ("n5", "connection closed", START + 18.0)
+
+
+def test_the_loss_of_a_spare_is_no_fault() -> None:
+    w = training()
+    w.at(15.0, NodeLost(node="n5", why="connection closed"))
+    shown = report(w.records, now=16.0)
+    assert shown.faults == ()
+    assert shown.activity is Phase.TRAINING
+    assert "n5 lost: connection closed" in [moment.text for moment in shown.timeline]
+
+
+def test_a_lost_active_node_has_one_line_in_the_timeline() -> None:
+    w = training()
+    w.at(15.0, NodeLost(node="n2", why="connection closed"), gone("n2"))
+    lines = [moment.text for moment in report(w.records, now=16.0).timeline if "n2 lost" in moment.text]
+    assert len(lines) == 1
+
+
+# --- the timeline --------------------------------------------------------------------------------------
+
+
+def test_a_cascade_is_one_line_for_each_symptom() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"), *(exited(rank, f"n{rank // 2 + 1}") for rank in (0, 1, 2, 4, 5, 6)))
+    w.at(15.1, exited(7, "n4", code=134))
+    cascade = [m.text for m in report(w.records, now=16.0).timeline if m.kind is MomentKind.CASCADE]
+    assert cascade == ["ranks 0-2,4-6 on n[1-4]: exit 1", "rank 7 on n4: exit 134"]
+
+
+def test_progress_and_saved_checkpoints_are_no_lines_of_the_timeline() -> None:
+    kinds = {moment.kind for moment in report(three_faults()).timeline}
+    assert len(report(three_faults()).timeline) == 23
+    assert MomentKind.FIRST_STEP in kinds
+
+
+def test_a_step_that_goes_back_without_a_restart_does_not_break_the_report() -> None:
+    w = training()
+    w.at(16.0, CheckpointLoaded(step=5, layer="local", rank=0))
+    w.at(17.0, Progress(step=6))
+    w.at(22.0, Progress(step=11))
+    shown = report(w.records, now=22.0)
+    assert shown.last_step == 11
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.REDOING] == pytest.approx(1.0 + 4.0)

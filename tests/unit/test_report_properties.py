@@ -1,0 +1,194 @@
+"""Whatever stands in a journal, there is a report, and its figures hold together."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from nvrx_slurm.journal import (
+    CheckpointLoaded,
+    CheckpointSaved,
+    CycleStarted,
+    FaultDetected,
+    FaultKind,
+    FirstStep,
+    JobEnded,
+    JobStarted,
+    NodeExcluded,
+    NodeJoined,
+    NodeLost,
+    Progress,
+    RankReady,
+    Record,
+    StopRequested,
+    Verdict,
+    VerdictAction,
+    WorkersStarted,
+    WorkersStopped,
+)
+from nvrx_slurm.journal.events import AnyEvent
+from nvrx_slurm.report import (
+    CycleEnd,
+    JobReport,
+    JobState,
+    Phase,
+    RecoveryEnd,
+    build_report,
+    document,
+    render,
+)
+
+nodes = st.sampled_from(["n1", "n2", "n3", "gpu-0123", "node\x1b[31m", "[red]x"])
+words = st.sampled_from(["", "because", "two\nlines", "\x1b]0;title\x07", "a" * 200])
+ranks = st.integers(0, 9)
+steps = st.integers(0, 50)
+optional_rank = st.none() | ranks
+kinds = st.sampled_from(FaultKind)
+
+events: st.SearchStrategy[AnyEvent] = st.one_of(
+    st.builds(
+        JobStarted,
+        nodes=st.lists(nodes),
+        active_nodes=ranks,
+        spares=ranks,
+        max_restarts=ranks,
+        argv=st.lists(words, max_size=2),
+        host=nodes,
+        fence=words,
+        version=words,
+    ),
+    st.builds(NodeJoined, node=nodes, slots=ranks),
+    st.builds(NodeLost, node=nodes, why=words),
+    st.builds(NodeExcluded, node=nodes, reason=words),
+    st.builds(CycleStarted, world_size=ranks, nodes=st.lists(nodes), spares=st.lists(nodes)),
+    st.builds(
+        WorkersStarted,
+        node=nodes,
+        ranks=st.lists(ranks),
+        pids=st.lists(ranks),
+        warm=st.booleans(),
+        why_cold=words,
+    ),
+    st.builds(RankReady, ranks=ranks),
+    st.builds(FirstStep, ranks=ranks, step=st.none() | steps),
+    st.builds(Progress, step=steps),
+    st.builds(CheckpointSaved, step=steps, layer=words, rank=ranks),
+    st.builds(CheckpointLoaded, step=steps, layer=words, rank=ranks),
+    st.builds(
+        FaultDetected,
+        kind=kinds,
+        node=nodes,
+        detector=words,
+        rank=optional_rank,
+        exit=optional_rank,
+        signal=st.none() | words,
+        detail=words,
+    ),
+    st.builds(StopRequested, signal=words),
+    st.builds(WorkersStopped, nodes=ranks, seconds=st.floats(0, 10)),
+    st.builds(
+        Verdict,
+        action=st.sampled_from(VerdictAction),
+        rule=words,
+        why=words,
+        node=st.none() | nodes,
+        rank=optional_rank,
+        kind=st.none() | kinds,
+    ),
+    st.builds(JobEnded, code=st.sampled_from([0, 1, 75, 143]), why=words),
+)
+records = st.lists(
+    st.builds(
+        Record,
+        ts=st.floats(1.7e9, 1.7e9 + 600),
+        job=st.just("7"),
+        attempt=st.integers(0, 2),
+        cycle=st.integers(0, 3),
+        event=events,
+    ),
+    max_size=40,
+)
+
+
+def in_order(found: list[Record]) -> list[Record]:
+    """Make a plausible journal of it: times and attempts do not run backwards."""
+    times = sorted(record.ts for record in found)
+    attempts = sorted(record.attempt for record in found)
+    return [
+        Record(ts=ts, job=record.job, attempt=attempt, cycle=record.cycle, event=record.event)
+        for ts, attempt, record in zip(times, attempts, found, strict=True)
+    ]
+
+
+def check(report: JobReport) -> None:
+    if report.time is not None:
+        shares = [report.time.share(phase) for phase in Phase]
+        assert all(0.0 <= share <= 1.0 for share in shares)
+        assert math.isclose(sum(shares), 1.0, abs_tol=1e-9)
+        assert report.until is not None
+        assert report.started_at is not None
+        assert math.isclose(report.time.wall_s, report.until - report.started_at, abs_tol=1e-3)
+    for earlier, later in zip(report.spans, report.spans[1:], strict=False):
+        assert earlier.end == later.start
+    for cycle in report.cycles:
+        assert (cycle.cause is not None) == (cycle.end is CycleEnd.FAULT)
+        assert cycle.trained_s >= 0.0
+        assert cycle.redone_s >= 0.0
+        if cycle.end is CycleEnd.FAULT:
+            assert cycle.recovery is not None
+        recovery = cycle.recovery
+        if recovery is None:
+            continue
+        assert recovery.lost_s >= 0.0
+        assert recovery.steps_lost is None or recovery.steps_lost >= 0
+        phases = [recovery.stop_s, recovery.queue_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
+        known = [phase for phase in phases if phase is not None]
+        assert all(phase >= 0.0 for phase in known)
+        if recovery.end is RecoveryEnd.RESUMED:
+            assert math.isclose(sum(known), recovery.lost_s, abs_tol=1e-3)
+        else:
+            assert sum(known) <= recovery.lost_s + 1e-3
+    assert len(report.faults) == sum(cycle.end is CycleEnd.FAULT for cycle in report.cycles)
+    assert len(report.recovered) <= len(report.faults)
+    assert (report.activity is not None) == (report.state is JobState.RUNNING)
+
+
+def show(report: JobReport) -> str:
+    console = Console(width=80, no_color=True, highlight=False, record=True, file=None)
+    with console.capture() as capture:
+        console.print(render(report))
+    return capture.get()
+
+
+@settings(max_examples=150, deadline=None)
+@given(records, st.floats(0, 2000), st.sampled_from([None, True, False]))
+def test_any_sequence_of_events_gives_a_report(
+    found: list[Record], later: float, in_slurm: bool | None
+) -> None:
+    report = build_report(found, 1.7e9 + later, in_slurm=in_slurm)
+    check(report)
+    shown = show(report)
+    assert "\x1b" not in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    json.dumps(document(report), allow_nan=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(records)
+def test_any_plausible_journal_gives_a_report_at_each_of_its_events(found: list[Record]) -> None:
+    journal = in_order(found)
+    for length in {0, len(journal) // 2, len(journal)}:
+        check(build_report(journal[:length], journal[length - 1].ts if length else 0.0))
+
+
+@settings(max_examples=150, deadline=None)
+@given(records)
+def test_every_verdict_to_restart_is_a_fault(found: list[Record]) -> None:
+    report = build_report(in_order(found), 1.7e9 + 600)
+    restarts = [c for c in report.cycles if c.verdict and c.verdict.action is VerdictAction.RESTART]
+    assert all(cycle.end is CycleEnd.FAULT for cycle in restarts)
+    assert sum(attempt.restarts for attempt in report.attempts) == len(restarts)
