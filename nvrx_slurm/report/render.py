@@ -74,18 +74,26 @@ _MOMENT_STYLES = {
 }
 
 
-def render(report: JobReport, *, zone: tzinfo | None = None, lines: int | None = SHORT_LINES) -> Group:
+def render(
+    report: JobReport,
+    *,
+    zone: tzinfo | None = None,
+    lines: int | None = SHORT_LINES,
+    facts: bool = True,
+) -> Group:
     """Return the whole report.
 
     Args:
         zone: time zone of the dates; None is the machine's own.
         lines: limit of table rows and of timeline lines, the newest are kept; None shows all.
+        facts: False leaves out what does not change: program, start, nodes.
     """
     parts: list[RenderableType] = [*_head(report)]
     if report.state is JobState.EMPTY:
         parts.extend(_notes(report))
         return Group(*parts)
-    parts += [Text(), *_facts(report, zone), *_notes(report)]
+    if facts:
+        parts += [Text(), *_facts(report, zone), *_notes(report)]
     if report.cycles:
         parts += [Text(), *_cycle_table(report, lines)]
     parts += [Text(), *_timeline(report, lines)]

@@ -7,15 +7,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from nvrx_slurm.report.model import JobReport, Moment
 from nvrx_slurm.report.render import moment_line, render
 
-_LINES_AROUND = 24
-"""What a report has besides its table of cycles and its timeline."""
+_LINES_AROUND = 20
+"""What a report has, roughly, besides its facts, its table of cycles and its timeline."""
+_FACT_LINES = 9
 
 
 class ReportConsole(Console):
@@ -61,6 +62,13 @@ class LineView:
             self._console.print(moment_line(moment, report.started_at), soft_wrap=True)
 
 
+def frame(report: JobReport, height: int) -> RenderableType:
+    """Return the report so that it fits a terminal of ``height`` lines; the facts give way first."""
+    room = height - _LINES_AROUND
+    facts = room - _FACT_LINES >= 8
+    return render(report, lines=max(2, (room - _FACT_LINES * facts) // 2), facts=facts)
+
+
 class LiveView:
     """Keeps the report on the terminal up to date; a context manager."""
 
@@ -84,8 +92,7 @@ class LiveView:
         self._live.update(Text(f"waiting for the first event in {self._path} (Ctrl-C ends)"), refresh=True)
 
     def show(self, report: JobReport, new: tuple[Moment, ...]) -> None:
-        lines = max(3, (self._console.height - _LINES_AROUND) // 2)
-        self._live.update(render(report, lines=lines), refresh=True)
+        self._live.update(frame(report, self._console.height), refresh=True)
 
 
 def _say_waiting(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The report as a person reads it: at 80 columns, without colour, in a pipe."""
+"""The report as a person reads it: at 80 columns, without colour, in a pipe.
+
+``NVRX_UPDATE_GOLDEN=1`` writes the golden files anew; read the difference before you keep it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rich.console import Console
 from nvrx_slurm.journal import JobEnded, Record, StopRequested
 from nvrx_slurm.report import JobReport, ReadState, build_report, render
 from nvrx_slurm.report.headline import closing, headline
+from nvrx_slurm.report.views import frame
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -217,6 +221,17 @@ def test_long_names_wrap_instead_of_being_cut() -> None:
     assert "rank 1023 on gpu-h100-rack12-0007: exit 134" in words
     assert "gpu-h100-rack12-[0000-0015]" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("height", [24, 30, 40, 50, 80])
+def test_a_live_report_fits_the_terminal(height: int) -> None:
+    records = three_faults()
+    for length in range(1, len(records) + 1):
+        report = build_report(records[:length], records[length - 1].ts + 0.1)
+        console = Console(width=80, height=height, file=io.StringIO())
+        with console.capture() as capture:
+            console.print(frame(report, height))
+        assert len(capture.get().splitlines()) < height
 
 
 def test_a_long_report_shows_the_newest_and_says_what_it_hides() -> None:
