@@ -88,12 +88,13 @@ def restore(layout: Layout, there: ClusterState, nodes: Sequence[str], lock_fd: 
     resumed: set[str] = set()
 
     def is_back(info: NodeInfo) -> bool:
-        if not info.responds or (info.name in to_boot and info.registered < since):
+        if info.name in to_boot and info.registered < since:
             return False
+        # slurmctld talks to a DOWN node again only minutes later, unless it is told to.
         if info.base == "down" and info.name not in resumed:
             resumed.add(info.name)
             slurm.resume(info.name)
-        return info.base != "down"
+        return info.responds and info.base != "down"
 
     _await_nodes(layout, nodes, is_back)
 
