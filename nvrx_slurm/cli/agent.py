@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -55,7 +56,11 @@ def main() -> None:
         from nvrx_slurm.agent.agent import Agent, AgentConfig
 
         config = AgentConfig(coordinator, token, fence, node, private_dir, environ)
-        return asyncio.run(Agent(config).run())
+        try:
+            return asyncio.run(Agent(config).run())
+        finally:
+            # The guardian does it too; whichever of the two outlives the other.
+            shutil.rmtree(private_dir, ignore_errors=True)
 
     from nvrx_slurm.agent.guardian import run_guarded
 

@@ -1,0 +1,155 @@
+"""The main job on a real Slurm cluster: it survives what it should, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from nvrx_slurm.journal import FaultKind, FirstStep, JobEnded, Verdict
+
+from .jobs import CLONE, TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+
+_SMALL_MODEL = ("--layers", "2", "--width", "64", "--ckpt-every", "10")
+
+
+def _train(
+    slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int, name: str = "job"
+) -> SlurmJob:
+    return slurm.submit(
+        "--nproc-per-node=2",
+        f"--spares={spares}",
+        *options,
+        str(TRAIN_GPT),
+        f"--steps={steps}",
+        *_SMALL_MODEL,
+        nodes=nodes,
+        name=name,
+    )
+
+
+def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is(slurm: SlurmJobs) -> None:
+    # given a run that nothing disturbs
+    steps = 160
+    undisturbed = _train(slurm, steps, nodes=4, spares=0, name="undisturbed")
+    assert undisturbed.wait_for_end(120) == 0, undisturbed.log()
+    expected = undisturbed.curve()
+    assert sorted(expected) == list(range(1, steps + 1))
+
+    # when rank 3 is killed, rank 5 hangs, and the node at group rank 1 loses power
+    job = _train(slurm, steps, "--heartbeat-timeout=5s", nodes=5, spares=1, name="disturbed")
+    job.wait_for_training(cycle=0)
+    killed_on = job.signal_rank(3, signal.SIGKILL)
+    job.wait_for_training(cycle=1)
+    hung_on = job.signal_rank(5, signal.SIGSTOP)
+    job.wait_for_training(cycle=2)
+    lost = job.active_nodes()[1]
+    slurm.cluster.kill_node(lost)
+    job.wait_for(FirstStep, cycle=3)
+    code = job.wait_for_end(120)
+
+    # then the job succeeds with the same losses, step for step
+    assert code == 0, job.log()
+    assert job.curve() == expected
+
+    # and the report names each culprit
+    report = json.loads(
+        subprocess.run(
+            [CLONE / "bin" / "nvrx-report", "--json", job.run_dir],
+            capture_output=True,
+            check=True,
+            timeout=60,
+        ).stdout
+    )
+    causes = [cycle["cause"] for cycle in report["cycles"]]
+    assert [(c["kind"], c["node"], c["rank"]) for c in causes[:3]] == [
+        ("signal", killed_on, 3),
+        ("hang", hung_on, 5),
+        ("node_lost", lost, None),
+    ]
+    assert causes[3] is None
+    verdicts = [record.event for record in job.events(Verdict)]
+    assert [v.kind for v in verdicts] == [FaultKind.SIGNAL, FaultKind.HANG, FaultKind.NODE_LOST]
+
+    # and no process is left
+    slurm.wait_until_nothing_is_left([node for node in slurm.cluster.node_names if node != lost])
+
+
+def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 2000, nodes=4, spares=0)
+    job.wait_for_training(cycle=0)
+    lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
+    slurm.cluster.kill_node(lost)
+    code = job.wait_for_end(40)
+    ended = job.events(JobEnded)[-1].event
+    assert code == ended.code == 75, job.log()
+    assert "too few nodes" in ended.why
+    assert lost in ended.why
+    slurm.wait_until_nothing_is_left([node for node in slurm.cluster.node_names if node != lost])
+
+
+def test_a_partitioned_node_is_replaced_and_kills_its_own_ranks(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 150, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    cut_off = job.active_nodes()[1]
+    assert slurm.left_on(cut_off)
+    slurm.cluster.partition_node(cut_off)
+    began = time.monotonic()
+    job.wait_for(FirstStep, cycle=1, timeout_s=30)
+    # The cut-off side must not go on: it has 10 s from the cut.
+    wait_until(
+        "the cut-off node has no rank",
+        lambda: not any("worker_server" in command for command in slurm.left_on(cut_off)),
+        max(0.0, 10 - (time.monotonic() - began)),
+    )
+    assert job.wait_for_end(90) == 0, job.log()
+    assert sorted(job.curve()) == list(range(1, 151))
+
+
+def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 2000, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    slurm.run("scancel", job.job_id)
+    job.wait_for_end(40)
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+    assert job.events(JobEnded)[-1].event.code == 128 + signal.SIGTERM
+
+
+def test_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 2000, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    host = job.slurm_fields()["BatchHost"]
+    slurm.cluster.exec(host, ["pkill", "-KILL", "-f", "bin/nvrx-srun"], check=True)
+    job.wait_for_end(40)
+    assert job.slurm_fields()["JobState"] == "FAILED"
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+@pytest.mark.parametrize("process", ["nvrx-agent", "nvrx-guardian", "nvrx-warm"])
+def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, process: str) -> None:
+    job = _train(slurm, 120, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    node = job.active_nodes()[2]
+    slurm.cluster.exec(node, ["pkill", "-KILL", "-x", process], check=True)
+    job.wait_for(FirstStep, cycle=1, timeout_s=30)
+    if process != "nvrx-warm":
+        slurm.wait_until_nothing_is_left([node])
+    assert job.wait_for_end(90) == 0, job.log()
+    assert sorted(job.curve()) == list(range(1, 121))
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+def test_a_signal_before_the_time_limit_saves_and_ends_with_75(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 2000, nodes=4, spares=0)
+    job.wait_for_training(cycle=0)
+    slurm.run("scancel", "--batch", "--signal=USR2", job.job_id)
+    assert job.wait_for_end(40) == 75, job.log()
+    last_step, _ = job.losses()[-1]
+    checkpoints = sorted((job.run_dir / "train").glob("*.pt"))
+    assert any(str(last_step) in path.name for path in checkpoints), (last_step, checkpoints)
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
