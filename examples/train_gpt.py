@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,13 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """One row for each rank. Not torch's gather_object: that needs NumPy."""
+        own = tensor.to(self.device)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own)
+        return torch.stack(rows).cpu()
+
 
 def join_process_group(backend: str) -> Ranks:
     """Meet the other ranks as torchrun's environment variables say; alone if there are none."""
@@ -147,28 +155,28 @@ class Training:
 
     def save(self) -> None:
         """All ranks call this: each gives its random state, the first one writes."""
-        rng: list[Any] | None = [None] * self.ranks.world_size if self.ranks.first else None
-        dist.gather_object(rng_state(self.ranks.device), rng)
+        rng = {name: self.ranks.gather(state) for name, state in rng_state(self.ranks.device).items()}
         if self.ranks.first:
             checkpoints.save(self.options.out, self.step, self.state() | {"rng": rng})
 
     def resume(self) -> bool:
         """Continue from the newest readable checkpoint, the same one on all ranks; False if there is none."""
-        found: list[Any] = [None, self.settings()]
-        state = None
+        found, state = -1, None
         if self.ranks.first:
             self.options.out.mkdir(parents=True, exist_ok=True)
             checkpoints.remove_leftovers(self.options.out)
             if newest := checkpoints.load_newest(self.options.out):
-                found[0], state = newest
-        dist.broadcast_object_list(found)
-        step, settings = found
-        if settings != self.settings():
+                found, state = newest
+        fingerprint = zlib.crc32(repr(self.settings()).encode())
+        first_has = torch.tensor([found, fingerprint], device=self.ranks.device)
+        dist.broadcast(first_has, src=0)
+        step, first_fingerprint = first_has.tolist()
+        if fingerprint != first_fingerprint:
             sys.exit(
-                f"rank {self.ranks.rank} has {self.settings()}, rank 0 {settings}: "
-                "do all nodes run the same Python?"
+                f"rank {self.ranks.rank} has another text or other options than rank 0: "
+                f"do all nodes run the same Python? ({self.settings()})"
             )
-        if step is None:
+        if step < 0:
             return False
         # Each rank reads the file that rank 0 could read, and fails loudly rather than start elsewhere.
         self.load_state(state or checkpoints.load(checkpoints.path_of(self.options.out, step)))
@@ -196,8 +204,11 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         # With another number of ranks the curve is another one anyway; the fresh seeds stay.
-        if len(state["rng"]) == self.ranks.world_size:
-            set_rng_state(state["rng"][self.ranks.rank], self.ranks.device)
+        rng = state["rng"]
+        if len(rng["torch"]) == self.ranks.world_size:
+            # Copies: torch.set_rng_state crashes on a row of a larger tensor.
+            own = {name: rows[self.ranks.rank].clone() for name, rows in rng.items()}
+            set_rng_state(own, self.ranks.device)
 
     def settings(self) -> dict[str, Any]:
         """What must not change between the parts of one run."""
@@ -242,15 +253,22 @@ class FlatGradients:
         return mean_loss, stop > 0
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Where the random generators of this process are, as tensors of fixed size."""
+    _, words, gauss = random.getstate()
+    python = torch.tensor([*words, math.nan if gauss is None else gauss], dtype=torch.float64)
+    state = {"torch": torch.get_rng_state(), "python": python}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if device.type == "cuda" and state["cuda"] is not None:
+    *words, gauss = state["python"].tolist()
+    version = random.getstate()[0]
+    random.setstate((version, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
+    if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
