@@ -87,7 +87,7 @@ class SlurmClient:
         Raises:
             DevClusterError: slurmctld does not do it.
         """
-        self._update(node, "State=DOWN", "Reason=power lost")
+        self._update(node, "State=DOWN", "Reason=booted after a power loss")
 
     def _update(self, node: str, *changes: str) -> None:
         done = self._run("scontrol", "update", f"NodeName={node}", *changes)

@@ -83,12 +83,13 @@ class DevCluster:
 
     def down(self) -> bool:
         """Stop everything and remove every trace; False when there was nothing."""
-        if not self._layout.root.exists():
+        if not self._layout.root.exists() and not self._layout.lock_file.exists():
             return False
         preflight.require_root("nvrx-devcluster down")
         with state.cluster_lock(self._layout, "down", _QUEUE_S):
+            was_there = self._layout.root.exists()
             lifecycle.tear_down(self._layout)
-        return True
+        return was_there
 
     def status(self) -> status.ClusterStatus | None:
         """How the cluster is; None when there is none of this name."""

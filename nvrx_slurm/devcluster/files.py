@@ -101,11 +101,9 @@ def plan(
 ) -> Plan:
     """How to boot one machine of the cluster."""
     if member == CONTROLLER:
-        directory = layout.controller
         binds = []
         daemon = Service((programs["slurmctld"], "-D"))
     else:
-        directory = layout.node(member)
         # Slurm looks for munged at one path everywhere, but each node has its own: they must not share their
         # memory of the credentials already used, and a node's must go down with it.
         binds = [
@@ -118,7 +116,7 @@ def plan(
     return Plan(
         name=member,
         record=layout.record(member),
-        console=directory / "console.log",
+        console=layout.console(member),
         binds=((layout.hosts, "/etc/hosts"), *binds),
         shares=there.shares,
         services=(_munged(layout, programs["munged"]), daemon),

@@ -118,14 +118,13 @@ def _await_controller(layout: Layout, subnet: Subnet) -> None:
         try:
             socket.create_connection((subnet.address(CONTROLLER), CONTROLLER_PORT), timeout=1).close()
         except OSError:
+            _require_daemon(layout, CONTROLLER, "slurmctld")
             return False
         return True
 
     if not machine.wait_for(answers, _CONTROLLER_READY_S, interval_s=0.02):
-        log = layout.controller / "slurmctld.log"
         raise DevClusterError(
-            f"slurmctld does not answer within {_CONTROLLER_READY_S:g} s; "
-            f"its log ends with: {machine.last_line(log) or 'nothing'}"
+            f"slurmctld does not answer within {_CONTROLLER_READY_S:g} s: {_evidence(layout, CONTROLLER)}"
         )
 
 
@@ -137,13 +136,23 @@ def _await_nodes(layout: Layout, nodes: Sequence[str], is_well: Callable[[NodeIn
     def all_well() -> bool:
         seen.update(slurm.nodes() or {})
         missing.difference_update([node for node in missing if node in seen and is_well(seen[node])])
+        for node in missing:
+            _require_daemon(layout, node, "slurmd")
         return not missing
 
     if not machine.wait_for(all_well, _NODES_READY_S, interval_s=0.1):
         node = min(missing)
         now = f"{seen[node].state} {seen[node].reason}".strip() if node in seen else "unknown"
-        log = layout.node(node) / "slurmd.log"
         raise DevClusterError(
-            f"node {node} is {now} in Slurm after {_NODES_READY_S:g} s; "
-            f"its slurmd's log ends with: {machine.last_line(log) or 'nothing'}"
+            f"node {node} is {now} in Slurm after {_NODES_READY_S:g} s: {_evidence(layout, node)}"
         )
+
+
+def _require_daemon(layout: Layout, member: str, name: str) -> None:
+    inside = machine.running(layout.record(member))
+    if inside is None or not machine.has_daemon(inside, name):
+        raise DevClusterError(f"{name} on {member} has ended: {_evidence(layout, member)}")
+
+
+def _evidence(layout: Layout, member: str) -> str:
+    return f"its console says: {machine.complaint_in(layout.console(member)) or 'nothing'}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -117,8 +118,9 @@ class Booting:
         said, _, rest = self._process.stdout.readline().decode(errors="replace").strip().partition(" ")
         if said == word:
             return rest
-        why = rest or last_line(self._plan.console) or "it ended without a word"
-        raise DevClusterError(f"machine {self.name} does not boot: {why}")
+        evidence = complaint_in(self._plan.console)
+        why = "; ".join(filter(None, (rest, evidence and f"its console says: {evidence}")))
+        raise DevClusterError(f"machine {self.name} does not boot: {why or 'it ended without a word'}")
 
 
 def boot(plans: Sequence[Plan], subnet: Subnet, lock_fd: int, before_services: Callable[[], None]) -> None:
@@ -168,9 +170,8 @@ def power_off(records: Iterable[Path]) -> None:
     """
     paths = tuple(records)
     machines = tuple(machine for path in paths if (machine := running(path)) is not None)
-    # Only now can its network be told from one that got the same number after it.
-    visitors = tuple(other for machine in machines for other in process.in_same_network(machine.pid))
-    process.kill((*machines, *visitors))
+    # While they live: afterwards, somebody else's network may have the same number.
+    process.kill(process.sharing_networks(machines))
     for path in paths:
         path.unlink(missing_ok=True)
 
@@ -183,15 +184,17 @@ def enter(machine: ProcessRecord, argv: Sequence[str], directory: str) -> list[s
     return [*target, "--", "/bin/sh", "-c", go_there, directory, *argv]
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log, as evidence in a message; empty when there is none."""
+def complaint_in(console: Path) -> str:
+    """What a machine's daemons said last that is bad, or just last: evidence for a message."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-            lines = file.read().decode(errors="replace").split("\n")
+        with console.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+            text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    bad = [line for line in lines if re.search(r"fatal|error", line, re.IGNORECASE)]
+    return (bad or lines or [""])[-1]
 
 
 def wait_for(condition: Callable[[], bool], patience_s: float, interval_s: float = 0.05) -> bool:

@@ -5,8 +5,8 @@ milliseconds. It makes the machine's namespaces, builds its view of the file sys
 from then on collects orphans, as any init does; when it is killed, the kernel kills all that runs inside.
 
 It talks to the command that started it in lines: it reads a description of the machine as JSON, says
-``pid N`` once the namespaces exist, waits for ``go`` (the network cable is in), and says ``ready`` or
-``error WHY``. When that command dies before ``go``, this process ends too.
+``pid N`` once its namespaces are as they shall be, waits for ``go`` (the network cable is in), and says
+``ready`` or ``error WHY``. When that command dies before ``go``, this process ends too.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ def run(spec: dict[str, Any]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     pid = record_process(spec["record"])
     os.close(spec["lock_fd"])
-    say(f"pid {pid}")
     socket.sethostname(spec["hostname"])
     build_root(spec)
+    say(f"pid {pid}")
     if sys.stdin.readline() != "go\n":
         sys.exit(1)
     set_up_network(spec)
@@ -220,7 +220,10 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    spec = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(1)
+    spec = json.loads(line)
     try:
         _checked(
             _libc.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET),

@@ -48,20 +48,19 @@ def start_of(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
-def in_same_network(pid: int) -> tuple[ProcessRecord, ...]:
-    """Every process in the network namespace of a living process, that one included."""
+def sharing_networks(of: Iterable[ProcessRecord]) -> tuple[ProcessRecord, ...]:
+    """Every process in the network namespaces of these living ones, themselves included."""
+    wanted = {network for record in of if (network := _network_of(record.pid)) is not None}
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    records = (ProcessRecord.of(pid) for pid in pids if _network_of(pid) in wanted)
+    return tuple(record for record in records if record is not None)
+
+
+def _network_of(pid: int) -> int | None:
     try:
-        wanted = os.stat(f"/proc/{pid}/ns/net").st_ino
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
-        return ()
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{entry}/ns/net").st_ino == wanted:
-                    record = ProcessRecord.of(int(entry))
-                    found += [record] if record else []
-    return tuple(found)
+        return None
 
 
 def kill(records: Iterable[ProcessRecord], patience_s: float = 10.0) -> None:

@@ -134,6 +134,13 @@ class Layout:
     def record(self, machine: str) -> Path:
         return self.records / f"{machine}.pid"
 
+    def machine(self, member: str) -> Path:
+        return self.controller if member == CONTROLLER else self.node(member)
+
+    def console(self, member: str) -> Path:
+        """What the machine's first process and its daemons print."""
+        return self.machine(member) / "console.log"
+
     def node(self, node: str) -> Path:
         return self.root / "nodes" / node
 

@@ -172,13 +172,12 @@ def test_down_leaves_the_machine_as_it_was(other_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "reached", ["state.json", "etc/hosts", "pids/ctl.pid", "pids/n4.pid", "nodes/n2/spool/*"]
+    "reached", [".lock", "/state.json", "/etc/hosts", "/pids/ctl.pid", "/pids/n4.pid", "/nodes/n2/spool/*"]
 )
 def test_down_cleans_up_after_an_up_that_was_killed(other_name: str, reached: str) -> None:
     links = set(network.interfaces())
-    root = Layout.of(other_name).root
     with subprocess.Popen([COMMAND, "up", "--name", other_name], stdout=subprocess.DEVNULL) as up:
-        while not list(root.glob(reached)) and up.poll() is None:
+        while not list(state.BASE.glob(other_name + reached)) and up.poll() is None:
             pass
         up.kill()
 
