@@ -36,6 +36,12 @@ def line_for(record: Record) -> str | None:
             return f"received {event.signal}"
         case journal.Verdict() as event:
             return f"verdict: {event.action.value}: {event.why}"
+        case journal.Requeued() as event:
+            without = f" without {' '.join(event.excluded)}" if event.excluded else ""
+            warned = "".join(f"; {warning}" for warning in event.warnings)
+            return f"requeued: starts again in {event.start_in_s} s or later{without}{warned}"
+        case journal.NotRequeued() as event:
+            return f"NOT requeued: {event.why}"
         case journal.JobEnded() as event:
             return f"ends with exit code {event.code}: {event.why}"
         case _:

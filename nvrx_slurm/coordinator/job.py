@@ -7,20 +7,26 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
-from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.cycle import EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
-from nvrx_slurm.slurm import SlurmClient, SlurmUnavailableError, UnknownJobError
+from nvrx_slurm.slurm import (
+    CannotRequeueError,
+    SlurmClient,
+    SlurmUnavailableError,
+    UnknownJobError,
+    requeue,
+)
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
@@ -74,6 +80,8 @@ class JobRunner:
         self._step: int | None = None
         self._step_written = 0.0
         self._complained: set[str] = set()
+        self._bad_nodes: set[str] = set()
+        """Nodes that the job should not get again."""
 
     async def run(self) -> int:
         """Run to the end; return the exit code. No process of the job is left when it returns."""
@@ -98,9 +106,27 @@ class JobRunner:
             await self._stores.close()
             await self._log_queue.join()
             writing.cancel()
-            self._guard("output", self._logs.close)
-            self._journal.close()
+            try:
+                self._logs.close()
+            except OSError as error:
+                self._complain("output", error)
+        if end.code == EXIT_RESTART_ELSEWHERE:
+            self._requeue()
+        self._journal.close()
         return end.code
+
+    def _requeue(self) -> None:
+        """Have Slurm start the job again without the nodes that were lost. Slurm then ends this process."""
+        try:
+            plan = requeue(self._spec.slurm, self._spec.job_id, sorted(self._bad_nodes))
+        except (CannotRequeueError, SlurmUnavailableError, UnknownJobError) as error:
+            self._record(journal.NotRequeued(why=str(error)))
+        else:
+            self._record(
+                journal.Requeued(
+                    excluded=list(plan.exclude), start_in_s=plan.start_in_s, warnings=list(plan.warnings)
+                )
+            )
 
     def _announce(self) -> None:
         spec, policy = self._spec, self._spec.policy
@@ -140,7 +166,7 @@ class JobRunner:
 
         self._spawn(watch())
 
-    def _spawn(self, coroutine) -> None:  # type: ignore[no-untyped-def]
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -155,6 +181,8 @@ class JobRunner:
 
     def lost(self, node: str, why: str, by_signal: bool) -> None:
         self._feed(steps.NodeLost(node, why, by_signal))
+        if by_signal:
+            self._bad_nodes.discard(node)
 
     def message(self, node: str, message: msg.AgentMessage) -> None:
         match message:
@@ -287,6 +315,8 @@ class JobRunner:
             cycle = self._machine.cycle
         if isinstance(event, journal.WorkersStopped | journal.JobEnded):
             self._record_progress(cycle)
+        if isinstance(event, journal.NodeLost | journal.NodeExcluded):
+            self._bad_nodes.add(event.node)
         try:
             record = self._journal.append(cycle, event)
         except OSError as error:
@@ -340,12 +370,6 @@ class JobRunner:
         if what not in self._complained:
             self._complained.add(what)
             console.say(f"WARNING: the {what} cannot be written to {self._spec.run_dir.path}: {error}")
-
-    def _guard(self, what: str, call) -> None:  # type: ignore[no-untyped-def]
-        try:
-            call()
-        except OSError as error:
-            self._complain(what, error)
 
 
 def run_job(spec: JobSpec) -> int:

@@ -169,6 +169,20 @@ class JobEnded(Event, frozen=True, tag="job_ended"):
     why: str
 
 
+class Requeued(Event, frozen=True, tag="requeued"):
+    """Slurm will start the job again; nodes that it excludes now, earlier ones included."""
+
+    excluded: list[str]
+    start_in_s: int
+    warnings: list[str] = []
+
+
+class NotRequeued(Event, frozen=True, tag="not_requeued"):
+    """The job should be started again, but this could not be arranged."""
+
+    why: str
+
+
 AnyEvent = (
     JobStarted
     | NodeJoined
@@ -186,6 +200,8 @@ AnyEvent = (
     | WorkersStopped
     | Verdict
     | JobEnded
+    | Requeued
+    | NotRequeued
 )
 
 

@@ -1,21 +1,38 @@
 """The only code that talks to Slurm."""
 
-from nvrx_slurm.slurm.client import Job, ScontrolClient, SlurmClient, SlurmUnavailableError, UnknownJobError
+from nvrx_slurm.slurm.client import (
+    Job,
+    Node,
+    ScontrolClient,
+    SlurmClient,
+    SlurmConfig,
+    SlurmRefusedError,
+    SlurmUnavailableError,
+    UnknownJobError,
+)
 from nvrx_slurm.slurm.environment import JobEnvironment, NotInAllocationError, scrubbed_environment
 from nvrx_slurm.slurm.hostlist import HostlistError, compress_hostlist, expand_hostlist
+from nvrx_slurm.slurm.requeue import CannotRequeueError, RequeuePlan, plan_requeue, requeue
 from nvrx_slurm.slurm.step import AgentStep
 
 __all__ = [
     "AgentStep",
+    "CannotRequeueError",
     "HostlistError",
     "Job",
     "JobEnvironment",
+    "Node",
     "NotInAllocationError",
+    "RequeuePlan",
     "ScontrolClient",
     "SlurmClient",
+    "SlurmConfig",
+    "SlurmRefusedError",
     "SlurmUnavailableError",
     "UnknownJobError",
     "compress_hostlist",
     "expand_hostlist",
+    "plan_requeue",
+    "requeue",
     "scrubbed_environment",
 ]

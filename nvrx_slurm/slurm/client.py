@@ -23,6 +23,10 @@ class SlurmUnavailableError(RuntimeError):
     """Slurm could not be asked; nothing is known."""
 
 
+class SlurmRefusedError(RuntimeError):
+    """Slurm answered, and does not do it; the message is Slurm's."""
+
+
 class UnknownJobError(LookupError):
     """Slurm answered and does not know the job (any more)."""
 
@@ -38,6 +42,40 @@ class Job:
     """The allocation as it is now: a lost node is no longer in it."""
     batch_host: str | None
     work_dir: Path | None
+    batch: bool
+    """Submitted with sbatch; others can't be requeued."""
+    requeue: bool
+    """The user allows it (``sbatch --requeue`` or the site's default)."""
+    restarts: int
+    partition: str
+    num_nodes: int
+    required_nodes: tuple[str, ...]
+    """``sbatch -w``."""
+    excluded_nodes: tuple[str, ...]
+    """``sbatch -x``, and what earlier requeues have added."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What Slurm holds about one node."""
+
+    name: str
+    state: str
+    """Slurm's long state name in lower case, flags such as ``*`` included."""
+    reason: str
+
+    @property
+    def usable(self) -> bool:
+        """Jobs can be started on it, now or when it is free again, as far as Slurm knows."""
+        return not any(word in self.state for word in ("down", "drain", "fail", "maint", "unknown", "*"))
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """The parts of ``scontrol show config`` that decisions need."""
+
+    kill_wait_s: int
+    slurmd_timeout_s: int
 
 
 class SlurmClient(Protocol):
@@ -56,6 +94,46 @@ class SlurmClient(Protocol):
 
         Raises:
             SlurmUnavailableError
+        """
+        ...
+
+    def partition_nodes(self, partition: str) -> list[Node]:
+        """Return the nodes of ``partition``.
+
+        Raises:
+            SlurmUnavailableError
+        """
+        ...
+
+    def config(self) -> SlurmConfig:
+        """Return the site's configuration.
+
+        Raises:
+            SlurmUnavailableError
+        """
+        ...
+
+    def requeue_hold(self, job_id: str) -> None:
+        """Requeue the job in held state.
+
+        Raises:
+            SlurmRefusedError, SlurmUnavailableError
+        """
+        ...
+
+    def update_job(self, job_id: str, **fields: str) -> None:
+        """Change fields of the job, named as scontrol names them.
+
+        Raises:
+            SlurmRefusedError, SlurmUnavailableError
+        """
+        ...
+
+    def release(self, job_id: str) -> None:
+        """Release a held job.
+
+        Raises:
+            SlurmRefusedError, SlurmUnavailableError
         """
         ...
 
@@ -90,27 +168,57 @@ class ScontrolClient:
     def job(self, job_id: str) -> Job:
         return parse_job(self._scontrol("show", "job", job_id), job_id)
 
+    def partition_nodes(self, partition: str) -> list[Node]:
+        argv = ["sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%E"]
+        return parse_nodes(self._output(argv))
+
+    def config(self) -> SlurmConfig:
+        return parse_config(self._scontrol("show", "config"))
+
+    def requeue_hold(self, job_id: str) -> None:
+        self._order("requeuehold", job_id)
+
+    def update_job(self, job_id: str, **fields: str) -> None:
+        self._order("update", f"JobId={job_id}", *(f"{name}={value}" for name, value in fields.items()))
+
+    def release(self, job_id: str) -> None:
+        self._order("release", job_id)
+
+    def _order(self, *arguments: str) -> None:
+        done = self._call(["scontrol", *arguments])
+        if done.returncode != 0:
+            raise SlurmRefusedError(_last_line(done))
+
     def node_address(self, node: str) -> str:
         fields = parse_fields(self._scontrol("show", "node", node))
         return fields.get("NodeAddr", node)
 
     def _scontrol(self, *arguments: str) -> str:
-        argv = ["scontrol", "-o", *arguments]
+        return self._output(["scontrol", "-o", *arguments])
+
+    def _output(self, argv: Sequence[str]) -> str:
+        done = self._call(argv)
+        if done.returncode != 0:
+            why = _last_line(done)
+            if "Invalid job id" in why:
+                raise UnknownJobError(f"Slurm does not know job {argv[-1]}")
+            raise SlurmUnavailableError(f"`{' '.join(argv)}`: {why}")
+        return done.stdout
+
+    def _call(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
-            done = self._run(argv, self._environ)
+            return self._run(argv, self._environ)
         except FileNotFoundError as error:
-            raise SlurmUnavailableError("scontrol is not installed or not on PATH") from error
+            raise SlurmUnavailableError(f"{argv[0]} is not installed or not on PATH") from error
         except subprocess.TimeoutExpired as error:
             raise SlurmUnavailableError(
                 f"`{' '.join(argv)}` did not answer in {error.timeout:g} s"
             ) from error
-        if done.returncode != 0:
-            said = done.stderr.strip().splitlines()
-            why = said[-1] if said else f"exit code {done.returncode}"
-            if "Invalid job id" in why:
-                raise UnknownJobError(f"Slurm does not know job {arguments[-1]}")
-            raise SlurmUnavailableError(f"`{' '.join(argv)}`: {why}")
-        return done.stdout
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"exit code {done.returncode}"
 
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
@@ -141,6 +249,10 @@ def parse_job(text: str, job_id: str) -> Job:
         value = fields.get(name, "")
         return None if value in ("", "(null)", "None", "N/A") else value
 
+    def number(name: str) -> int:
+        match = re.match(r"\d+", fields.get(name, ""))
+        return int(match.group()) if match else 0
+
     work_dir = present("WorkDir")
     return Job(
         job_id=fields["JobId"],
@@ -148,4 +260,38 @@ def parse_job(text: str, job_id: str) -> Job:
         nodes=tuple(expand_hostlist(present("NodeList") or "")),
         batch_host=present("BatchHost"),
         work_dir=Path(work_dir) if work_dir else None,
+        batch=number("BatchFlag") > 0,
+        requeue=number("Requeue") == 1,
+        restarts=number("Restarts"),
+        partition=fields.get("Partition", ""),
+        num_nodes=number("NumNodes"),
+        required_nodes=tuple(expand_hostlist(present("ReqNodeList") or "")),
+        excluded_nodes=tuple(expand_hostlist(present("ExcNodeList") or "")),
     )
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Read ``sinfo -h -N -o "%N|%T|%E"``; a node in several lines counts once."""
+    nodes: dict[str, Node] = {}
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        if name and state:
+            nodes.setdefault(name, Node(name, state.lower(), reason))
+    return list(nodes.values())
+
+
+def parse_config(text: str) -> SlurmConfig:
+    """Read ``scontrol show config``.
+
+    Raises:
+        SlurmUnavailableError: a value is missing, so this is something else.
+    """
+
+    def seconds(name: str) -> int:
+        match = re.search(rf"^{name}\s*=\s*(\d+)", text, re.M)
+        if match is None:
+            raise SlurmUnavailableError(f"`scontrol show config` does not tell {name}")
+        return int(match.group(1))
+
+    return SlurmConfig(kill_wait_s=seconds("KillWait"), slurmd_timeout_s=seconds("SlurmdTimeout"))

@@ -54,11 +54,12 @@ class SlurmJob:
         return [record for record in self.records() if isinstance(record.event, kind)]
 
     def wait_for(self, kind: type, cycle: int, timeout_s: float = 60.0) -> Record:
-        """Wait for an event of ``kind`` in ``cycle``; fail early if the job ends without it."""
+        """Wait for an event of ``kind`` in ``cycle``; fail early if the job fails without it."""
 
         def there() -> bool:
             found = [r for r in self.events(kind) if r.cycle == cycle]
-            assert found or not self.events(JobEnded), f"ended without {kind.__name__}:\n{self.log()}"
+            failed = [r for r in self.events(JobEnded) if r.event.code not in (0, 75)]
+            assert found or not failed, f"ended without {kind.__name__}:\n{self.log()}"
             return bool(found)
 
         wait_until(f"{kind.__name__} of cycle {cycle}\n{self.log()}", there, timeout_s)

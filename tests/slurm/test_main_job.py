@@ -9,7 +9,15 @@ import time
 
 import pytest
 
-from nvrx_slurm.journal import FaultKind, FirstStep, JobEnded, Verdict
+from nvrx_slurm.journal import (
+    CheckpointLoaded,
+    FaultKind,
+    FirstStep,
+    JobEnded,
+    NotRequeued,
+    Requeued,
+    Verdict,
+)
 
 from .jobs import CLONE, TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
 
@@ -19,7 +27,13 @@ _SMALL_MODEL = ("--layers", "2", "--width", "64", "--ckpt-every", "10")
 
 
 def _train(
-    slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int, name: str = "job"
+    slurm: SlurmJobs,
+    steps: int,
+    *options: str,
+    nodes: int,
+    spares: int,
+    name: str = "job",
+    sbatch: tuple[str, ...] = (),
 ) -> SlurmJob:
     return slurm.submit(
         "--nproc-per-node=2",
@@ -30,6 +44,7 @@ def _train(
         *_SMALL_MODEL,
         nodes=nodes,
         name=name,
+        sbatch=sbatch,
     )
 
 
@@ -81,7 +96,7 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
 
 
 def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=4, spares=0)
+    job = _train(slurm, 2000, nodes=4, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
     slurm.cluster.kill_node(lost)
@@ -90,7 +105,27 @@ def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: Sl
     assert code == ended.code == 75, job.log()
     assert "too few nodes" in ended.why
     assert lost in ended.why
+    assert "--no-requeue" in job.events(NotRequeued)[-1].event.why
     slurm.wait_until_nothing_is_left([node for node in slurm.cluster.node_names if node != lost])
+
+
+def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes(slurm: SlurmJobs) -> None:
+    # given four nodes that train, a fifth that is free, and a node that the user has excluded already
+    job = _train(slurm, 200, nodes=3, spares=0, sbatch=("--exclude=n5",))
+    job.wait_for_training(cycle=0, steps=15)
+    lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
+
+    # when a node is lost
+    slurm.cluster.kill_node(lost)
+
+    # then the same job starts again elsewhere, and goes on from its checkpoint
+    requeued = job.wait_for(Requeued, cycle=0).event
+    assert set(requeued.excluded) == {"n5", lost}
+    resumed = job.wait_for(CheckpointLoaded, cycle=1, timeout_s=120)
+    assert resumed.attempt == 1
+    assert lost not in job.active_nodes()
+    assert job.wait_for_end(90) == 0, job.log()
+    assert sorted(job.curve()) == list(range(1, 201))
 
 
 def test_a_partitioned_node_is_replaced_and_kills_its_own_ranks(slurm: SlurmJobs) -> None:
@@ -145,7 +180,7 @@ def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, proc
 
 
 def test_a_signal_before_the_time_limit_saves_and_ends_with_75(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=4, spares=0)
+    job = _train(slurm, 2000, nodes=4, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     slurm.run("scancel", "--batch", "--signal=USR2", job.job_id)
     assert job.wait_for_end(40) == 75, job.log()
