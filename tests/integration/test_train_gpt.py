@@ -207,8 +207,10 @@ def test_it_runs_as_one_plain_process(runner: Runner, tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_it_runs_under_torchrun_and_refuses_other_settings_on_resume(runner: Runner, out: Path) -> None:
     def torchrun(*arguments: str) -> tuple[int, str]:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-        process = runner.start([*command, "--out", str(out), "--steps", "2", *TINY, *arguments], {})
+        # An address of ours: torchrun's own guess waits in vain where the host's name does not resolve.
+        launcher = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+        script = [str(SCRIPT), "--out", str(out), "--steps", "2", *TINY, *arguments]
+        process = runner.start(["-m", "torch.distributed.run", *launcher, *script], {})
         try:
             output, _ = process.communicate(timeout=PATIENCE_S)
         finally:
