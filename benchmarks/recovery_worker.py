@@ -1,30 +1,59 @@
 """`examples/train_gpt.py`, with the time of each phase of its start written down.
 
-Takes the example's options. With NVRX_BENCH_MARKS=DIR, DIR/<rank>.jsonl gets one line per mark:
-{"mark": "main|imported|process_group|loaded|step", "t": <unix seconds>, "step": n, "cycle": n}
+Takes the example's options. With NVRX_BENCH_MARKS=DIR every process writes a file of its own in DIR, one
+JSON object a line. The first says which process it is and when its first line of Python ran:
+
+    {"mark": "main", "t": <unix seconds>, "rank": 3, "world": 8, "node": "n2", "pid": 21, "pid_ns": "pid:[…]"}
+
+and the others how far it is: {"mark": "imported|process_group|loaded|step", "t": <unix seconds>, "step": n}.
 """
 
-import json
-import os
-import sys
 import time
-from pathlib import Path
+
+_FIRST_LINE = time.time()
+
+import contextlib  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TextIO  # noqa: E402
 
 
-def mark(phase: str, step: int = 0) -> None:
-    """Append one mark. Opened each time: a rank may be killed, or forked, between any two."""
-    if not (folder := os.environ.get("NVRX_BENCH_MARKS")):
-        return
-    cycle = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    line = json.dumps({"mark": phase, "t": time.time(), "step": step, "cycle": cycle})
-    with open(Path(folder) / f"{os.environ.get('RANK', '0')}.jsonl", "a") as file:
-        file.write(line + "\n")
+class Marks:
+    """One process's file. Written line by line, so that a SIGKILL loses nothing that was marked."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._file: TextIO | None = None
+        if folder:
+            name = f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}.jsonl"
+            self._file = open(Path(folder) / name, "x", buffering=1)  # noqa: SIM115
+        self._write(
+            mark="main",
+            t=_FIRST_LINE,
+            rank=int(os.environ.get("RANK", "0")),
+            world=int(os.environ.get("WORLD_SIZE", "1")),
+            node=os.uname().nodename,
+            pid=os.getpid(),
+            pid_ns=os.readlink("/proc/self/ns/pid"),
+        )
+
+    def __call__(self, phase: str, step: int = 0) -> None:
+        self._write(mark=phase, t=time.time(), step=step)
+
+    def _write(self, **mark: object) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(mark) + "\n")
 
 
 if __name__ == "__main__":
-    mark("main")  # before anything heavy is imported
+    marks = Marks(os.environ.get("NVRX_BENCH_MARKS"))
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
     import train_gpt
 
-    mark("imported")
-    train_gpt.main(on_phase=mark)
+    # The example's first calls into torch import this, for as long as torch itself took. Done here, it counts
+    # as the import that it is, and the time until the process group is ready is that of the process group.
+    with contextlib.suppress(ImportError):
+        import torch._dynamo  # noqa: F401
+    marks("imported")
+    train_gpt.main(on_phase=marks)

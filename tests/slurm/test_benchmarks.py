@@ -1,0 +1,52 @@
+"""Every benchmark runs: quickly, to the end, with a document that other tools can read, leaving nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nvrx_slurm.devcluster.state import BASE
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+QUICK_S = 60.0
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(os.geteuid() != 0, reason="a dev cluster needs root"),
+    pytest.mark.skipif(shutil.which("slurmctld") is None, reason="Slurm is not installed: run bin/nvrx-test"),
+]
+
+
+def test_the_quick_recovery_benchmark_ends_in_time_with_our_recovery_in_it() -> None:
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "recovery.py"), "--quick", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as benchmark:
+        out, err = benchmark.communicate(timeout=110)
+    took = time.monotonic() - began
+
+    assert benchmark.returncode == 0, err
+    document = json.loads(out)
+    assert list(document) == ["name", "machine", "date", "rows"]
+    assert document["name"] == "recovery"
+    for row in document["rows"]:
+        assert list(row) == ["case", "who", "metric", "unit", "p50", "p90", "n"]
+        assert 0 <= row["p50"] <= row["p90"]
+        assert row["n"] >= 1
+    ours = {row["metric"]: row for row in document["rows"] if row["who"] == "ours"}
+    assert (ours["recovered"]["p50"], ours["recovered"]["n"]) == (1, 1), err
+    assert set(ours) >= {"total", "detect", "stop", "form", "start", "import", "rendezvous", "load"}
+    assert ours["total"]["p50"] < 20
+    assert not (BASE / f"bench-{benchmark.pid}").exists()
+    assert took < QUICK_S + 5, err  # a busy machine may be slow in taking the cluster down
