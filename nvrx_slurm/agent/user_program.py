@@ -1,15 +1,27 @@
-"""Run the user's script in this process as ``python script.py`` would."""
+"""Run the user's program in this process as ``python script.py`` or ``python -m module`` would."""
 
 from __future__ import annotations
 
 import builtins
 import os
+import runpy
 import signal
 import sys
 import types
 from pathlib import Path
 
-from nvrx_slurm.wire.messages import Program
+from nvrx_slurm.wire.messages import Program, ProgramKind
+
+
+def command_line(program: Program) -> list[str]:
+    """Return the command that starts ``program`` in a process of its own."""
+    match program.kind:
+        case ProgramKind.SCRIPT:
+            return [sys.executable, "-u", program.target, *program.args]
+        case ProgramKind.MODULE:
+            return [sys.executable, "-u", "-m", program.target, *program.args]
+        case ProgramKind.EXECUTABLE:
+            return [program.target, *program.args]
 
 
 def run_user_program(program: Program) -> None:
@@ -20,32 +32,41 @@ def run_user_program(program: Program) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     _reseed()
-    sys.argv = [program.script, *program.args]
-    sys.path[0] = str(Path(program.script).resolve().parent)
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=program.script, __builtins__=builtins, __annotations__={})
-    sys.modules["__main__"] = main
+    sys.argv = [program.target, *program.args]
     try:
-        source = Path(program.script).read_bytes()
-    except OSError as error:
-        print(f"nvrx: cannot read {program.script}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        exec(compile(source, program.script, "exec"), main.__dict__)
+        if program.kind is ProgramKind.MODULE:
+            sys.path[0] = program.cwd
+            runpy.run_module(program.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(program.target).resolve().parent)
+            _run_script(program.target)
     except SystemExit:
         raise
     except BaseException as error:
-        _report(error, program.script)
+        _report(error)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
 
 
-def _report(error: BaseException, script: str) -> None:
-    """Print the traceback without the frames of this module."""
+def _run_script(script: str) -> None:
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=script, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        source = Path(script).read_bytes()
+    except OSError as error:
+        print(f"nvrx: cannot read {script}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    exec(compile(source, script, "exec"), main.__dict__)
+
+
+def _report(error: BaseException) -> None:
+    """Print the traceback without the frames that a fresh interpreter would not have."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
     traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
 

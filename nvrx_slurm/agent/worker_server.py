@@ -25,8 +25,8 @@ from typing import NoReturn
 
 from nvrx_slurm import linux
 from nvrx_slurm.agent import server_protocol as protocol
-from nvrx_slurm.agent.user_program import run_user_program
-from nvrx_slurm.wire.messages import Program
+from nvrx_slurm.agent.user_program import command_line, run_user_program
+from nvrx_slurm.wire.messages import Program, ProgramKind
 
 _MAX_FDS = 253  # SCM_MAX_FD, linux/include/net/scm.h
 
@@ -101,6 +101,8 @@ class WorkerServer:
 
     def _start(self, request: protocol.StartRanks, fds: list[int]) -> Callable[[], None] | None:
         why_cold = _why_not_forkable() if request.warm else "warm start is switched off"
+        if request.program.kind is ProgramKind.EXECUTABLE:
+            why_cold = "it is not a Python program"
         pids: list[int] = []
         try:
             if len(fds) != len(request.ranks):
@@ -197,9 +199,9 @@ def _become_rank(program: Program, spec: protocol.RankSpec, output: int, *, cold
         print(f"nvrx: cannot enter the working directory: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     if cold:
-        argv = [sys.executable, "-u", program.script, *program.args]
+        argv = command_line(program)
         try:
-            os.execv(argv[0], argv)
+            os.execvp(argv[0], argv)
         except OSError as error:
             print(f"nvrx: cannot execute {argv[0]}: {error}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import click
 
 from nvrx_slurm.cli.parameters import Duration
+from nvrx_slurm.wire.messages import ProgramKind
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 
@@ -93,8 +95,10 @@ def _agent_command() -> str:
 @click.option(
     "--srun-arg", "srun_args", multiple=True, metavar="ARG", help="Passed on to srun; may be repeated."
 )
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program of any kind; no warm start.")
 @click.option("--dry-run", is_flag=True, help="Print the exact srun line and exit.")
-@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(
     nproc_per_node: str,
@@ -106,8 +110,10 @@ def main(
     warm_start: str,
     run_dir: Path | None,
     srun_args: tuple[str, ...],
+    module: bool,
+    no_python: bool,
     dry_run: bool,
-    script: Path,
+    script: str,
     args: tuple[str, ...],
 ) -> None:
     """Train SCRIPT on every node of this Slurm job, and go on when a rank or a node fails.
@@ -135,8 +141,7 @@ def main(
         job = JobEnvironment.from_environ(os.environ, Path.cwd())
     except NotInAllocationError as error:
         raise click.UsageError(_OUTSIDE.format(script=script)) from error
-    if not script.is_file():
-        raise click.BadParameter(f"{script} is not a file", param_hint="SCRIPT")
+    kind, target = _program(script, module, no_python)
     client = ScontrolClient()
     try:
         nodes = client.job(job.job_id).nodes
@@ -185,7 +190,7 @@ def main(
             stop_timeout_s=workers_stop_timeout + 15.0,
         ),
         welcome=msg.Welcome(
-            program=msg.Program(script=str(script.absolute()), args=list(args), cwd=os.getcwd()),
+            program=msg.Program(kind=kind, target=target, args=list(args), cwd=os.getcwd()),
             job_id=job.job_id,
             run_dir=str(directory.path),
             nproc_per_node=nproc_per_node,
@@ -204,6 +209,22 @@ def main(
     code = run_job(spec)
     os.close(lock)
     sys.exit(code)
+
+
+def _program(script: str, module: bool, no_python: bool) -> tuple[ProgramKind, str]:
+    """Return what to run, checked as far as this host can tell."""
+    if module and no_python:
+        raise click.UsageError("--module and --no-python exclude each other")
+    if module:
+        return ProgramKind.MODULE, script
+    if no_python:
+        found = shutil.which(script)
+        if found is None:
+            raise click.BadParameter(f"{script} is not an executable", param_hint="SCRIPT")
+        return ProgramKind.EXECUTABLE, str(Path(found).absolute())
+    if not Path(script).is_file():
+        raise click.BadParameter(f"{script} is not a file", param_hint="SCRIPT")
+    return ProgramKind.SCRIPT, str(Path(script).absolute())
 
 
 def _check_nproc(nproc_per_node: str) -> None:

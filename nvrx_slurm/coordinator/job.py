@@ -136,7 +136,7 @@ class JobRunner:
                 active_nodes=policy.active_nodes,
                 spares=len(policy.nodes) - policy.active_nodes,
                 max_restarts=policy.max_restarts,
-                argv=[spec.welcome.program.script, *spec.welcome.program.args],
+                argv=[spec.welcome.program.target, *spec.welcome.program.args],
                 host=spec.host,
                 fence=spec.fence,
                 version=__version__,

@@ -6,6 +6,8 @@ a peer can't choose where the other writes.
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
@@ -20,11 +22,23 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=Tr
 # --- both ways, inside other messages -----------------------------------------------------------------
 
 
+class ProgramKind(str, enum.Enum):
+    """How torchrun's options of the same names would start it."""
+
+    SCRIPT = "script"
+    """A Python file."""
+    MODULE = "module"
+    """``python -m``."""
+    EXECUTABLE = "executable"
+    """Anything that can be executed (``--no-python``); always started afresh."""
+
+
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank runs."""
 
-    script: str
-    """A Python file."""
+    kind: ProgramKind
+    target: str
+    """Path of the script or executable, or name of the module."""
     args: list[str]
     cwd: str
 
