@@ -73,13 +73,13 @@ class SlurmClient:
         done = self._run("scontrol", "-o", "show", "nodes")
         return parse_nodes(done.stdout) if done is not None and done.returncode == 0 else None
 
-    def resume(self, node: str) -> None:
-        """Put a node that is DOWN back into service.
+    def resume(self, node: str) -> bool:
+        """Ask for a node that is DOWN to be put back into service.
 
-        Raises:
-            DevClusterError: slurmctld does not do it.
+        Returns:
+            Whether slurmctld did. It refuses when the node has just come back by itself.
         """
-        self._update(node, "State=RESUME")
+        return self._update(node, "State=RESUME") == ""
 
     def report_lost(self, node: str) -> None:
         """Tell slurmctld now what it would find out after SlurmdTimeout: the node is DOWN.
@@ -87,13 +87,16 @@ class SlurmClient:
         Raises:
             DevClusterError: slurmctld does not do it.
         """
-        self._update(node, "State=DOWN", "Reason=booted after a power loss")
+        why_not = self._update(node, "State=DOWN", "Reason=booted after a power loss")
+        if why_not:
+            raise DevClusterError(f"slurmctld does not take down the lost node {node}: {why_not}")
 
-    def _update(self, node: str, *changes: str) -> None:
+    def _update(self, node: str, *changes: str) -> str:
+        """Why slurmctld did not do it; empty when it did."""
         done = self._run("scontrol", "update", f"NodeName={node}", *changes)
-        if done is None or done.returncode != 0:
-            why = "it does not answer" if done is None else done.stderr.strip()
-            raise DevClusterError(f"slurmctld does not accept {' '.join(changes)} for node {node}: {why}")
+        if done is None:
+            return "it does not answer"
+        return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
     def _run(self, *argv: str) -> subprocess.CompletedProcess[str] | None:
         try:

@@ -91,9 +91,8 @@ def restore(layout: Layout, there: ClusterState, nodes: Sequence[str], lock_fd: 
         if info.name in to_boot and info.registered < since:
             return False
         # slurmctld talks to a DOWN node again only minutes later, unless it is told to.
-        if info.base == "down" and info.name not in resumed:
+        if info.base == "down" and info.name not in resumed and slurm.resume(info.name):
             resumed.add(info.name)
-            slurm.resume(info.name)
         return info.responds and info.base != "down"
 
     _await_nodes(layout, nodes, is_back)

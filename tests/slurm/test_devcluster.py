@@ -306,14 +306,15 @@ def test_nodes_reach_each_other_and_the_controller_by_name(cluster: DevCluster) 
 
 
 def test_each_node_has_its_own_tmp_shm_and_local_disk(cluster: DevCluster) -> None:
-    places = ("/tmp/mine", "/dev/shm/mine", "/local/mine", "/run/nvrx-node/mine")
+    mine = f"{NAME}-mine"
+    places = tuple(f"{directory}/{mine}" for directory in ("/tmp", "/dev/shm", "/local", "/run/nvrx-node"))
     assert cluster.exec("n1", ["touch", *places]).returncode == 0
 
     for place in places:
         assert cluster.exec("n2", ["test", "-e", place]).returncode == 1
         assert not Path(place).exists()
-    assert (cluster.run_dir_of("n1") / "mine").exists()
-    assert (cluster.local_dir_of("n1") / "mine").exists()
+    assert (cluster.run_dir_of("n1") / mine).exists()
+    assert (cluster.local_dir_of("n1") / mine).exists()
 
 
 @pytest.mark.parametrize(
