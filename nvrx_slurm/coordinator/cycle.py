@@ -8,8 +8,8 @@
                              DIAGNOSING ──culprit────┘
 
 * A *cycle* is one attempt of the whole worker group: one fails, all restart.
-* Whatever a message says about another cycle than the current one is ignored.
-* The job succeeds only when every rank of one cycle has been seen to exit with 0.
+* Whatever a message says about another cycle than the current one, or about another node's ranks, is ignored.
+* The job succeeds only when every rank of one cycle has been seen to exit with 0, unasked.
 * Survivors keep their group rank; a spare takes the place of a node that is gone.
 """
 
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nvrx_slurm import journal
-from nvrx_slurm.coordinator.blame import Blame, find_culprit, find_hung_rank
+from nvrx_slurm.coordinator.blame import Blame, find_culprit
+from nvrx_slurm.coordinator.membership import Membership
+from nvrx_slurm.coordinator.running_cycle import RunningCycle, exit_fault
 from nvrx_slurm.coordinator.steps import (
     Arm,
     AskRanksToStop,
@@ -32,6 +34,7 @@ from nvrx_slurm.coordinator.steps import (
     End,
     Event,
     NodeJoined,
+    NodeLeaving,
     NodeLost,
     NodeReady,
     NodeStepping,
@@ -53,7 +56,6 @@ from nvrx_slurm.coordinator.steps import (
     Write,
 )
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
-from nvrx_slurm.wire.messages import RankSnapshot
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -91,19 +93,7 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass
-class _Cycle:
-    """What is known of the running cycle."""
-
-    finished: set[int] = field(default_factory=set)
-    ready: set[str] = field(default_factory=set)
-    stepping: set[str] = field(default_factory=set)
-    faults: list[FaultDetected] = field(default_factory=list)
-    snapshots: dict[str, tuple[RankSnapshot, ...]] = field(default_factory=dict)
-    stalled: RankStalled | None = None
-    to_probe: set[str] = field(default_factory=set)
-    stopping: set[str] = field(default_factory=set)
-    stop_began: float = 0.0
+_AT_WORK = (Phase.RUNNING, Phase.DIAGNOSING)
 
 
 class CycleMachine:
@@ -120,16 +110,8 @@ class CycleMachine:
         self.phase = Phase.FORMING
         self.cycle = policy.first_cycle
         self.restarts = 0
-        self.active: tuple[str, ...] = ()
-        self._group_ranks: dict[str, int] = {}
-        self._known = frozenset(policy.nodes)
-        self.nodes: dict[str, int] = {}
-        """Slots of the nodes whose agents are connected."""
-        self.slots = 0
-        """Ranks per node, set by the first node that joins."""
-        self._never_joined = set(policy.nodes)
-        self._banned: dict[str, str] = {}
-        self._current = _Cycle()
+        self.members = Membership(policy.nodes)
+        self._current = RunningCycle()
         self._grace_over = False
         self._ending: End | None = None
         self._draining = False
@@ -139,15 +121,24 @@ class CycleMachine:
         self._now = 0.0
 
     @property
+    def active(self) -> tuple[str, ...]:
+        """Nodes of the last cycle that was started; position is the group rank."""
+        return self._current.nodes
+
+    @property
     def world_size(self) -> int:
-        return self.policy.active_nodes * self.slots
+        """Ranks of that cycle."""
+        return self._current.world_size
+
+    @property
+    def _here(self) -> tuple[str, ...]:
+        """Active nodes that can be told something."""
+        return tuple(node for node in self.active if self.members.is_connected(node))
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Connected nodes without ranks, in order of preference."""
-        return tuple(
-            node for node in self.policy.nodes if node in self.nodes and node not in self._group_ranks
-        )
+        """Usable nodes without ranks, in order of preference."""
+        return tuple(node for node in self.members.usable if node not in self.active)
 
     def start(self) -> list[Command]:
         """Begin to form the first cycle."""
@@ -167,9 +158,10 @@ class CycleMachine:
                 self._joined(event)
             case NodeUnusable():
                 self._unusable(event)
+            case NodeLeaving():
+                self._leaving(event)
             case NodeLost():
-                self._left_by_signal |= event.by_signal
-                self._lost(event.node, event.why)
+                self._lost(event)
             case SlurmAnswered():
                 self._slurm_answered(event)
             case StepEnded():
@@ -184,8 +176,10 @@ class CycleMachine:
                 )
             case TimerFired():
                 self._timer_fired(event.timer)
-            case _ if event.cycle == self.cycle and event.node in self._group_ranks:
+            case _ if event.cycle == self.cycle and self._has_ranks(event.node):
                 self._cycle_event(event)
+            case _:
+                pass
 
     def _cycle_event(
         self,
@@ -223,62 +217,84 @@ class CycleMachine:
 
     # --- membership ----------------------------------------------------------------------------------
 
+    def _has_ranks(self, node: str) -> bool:
+        """Tell whether ``node`` is a connected node of a cycle that has been started and is not over."""
+        started = self.phase in (*_AT_WORK, Phase.STOPPING)
+        return started and node in self.active and self.members.is_connected(node)
+
     def _joined(self, event: NodeJoined) -> None:
-        node = event.node
-        if node in self.nodes:
-            self._lost(node, "another agent of this node took its place")
-            if self.phase is Phase.ENDED:
-                return
-        if node not in self._known:
+        node, members = event.node, self.members
+        if node not in members:
             self._do(Disconnect(node, f"{node} is not a node of this job"))
             return
-        if node in self._banned:
-            self._do(Disconnect(node, self._banned[node]))
+        refusal = members.reason_of(node)
+        if refusal is not None:
+            self._do(Disconnect(node, refusal))
             return
-        if self.slots and event.slots != self.slots:
-            self._never_joined.discard(node)
-            self._ban(node, f"offers {event.slots} worker slots where the other nodes offer {self.slots}")
-            self._do(Disconnect(node, self._banned[node]))
+        again = "another agent of this node took its place" if members.is_connected(node) else None
+        if again is not None:
+            self._write(journal.NodeLost(node=node, why=again))
+        misfit = members.misfit(event.slots)
+        if misfit is not None:
+            self._exclude(node, misfit)
+            self._do(Disconnect(node, misfit))
         else:
-            self._never_joined.discard(node)
-            self.nodes[node] = self.slots = event.slots
+            members.connect(node, event.slots)
             self._write(journal.NodeJoined(node=node, slots=event.slots))
-        if self.phase is Phase.FORMING:
+        if again is not None:
+            self._agent_is_gone(node, again)
+        elif self.phase is Phase.FORMING:
             self._form()
 
     def _unusable(self, event: NodeUnusable) -> None:
-        self._never_joined.discard(event.node)
-        self._ban(event.node, event.why)
+        node = event.node
+        # Where an agent is at work already, this one was too many, and going is all that it can do.
+        if node not in self.members or self.members.is_connected(node) or self.members.reason_of(node):
+            return
+        self._exclude(node, event.why)
         if self.phase is Phase.FORMING:
             self._form()
 
-    def _lost(self, node: str, why: str) -> None:
-        if node not in self.nodes:
+    def _leaving(self, event: NodeLeaving) -> None:
+        if not self.members.is_connected(event.node):
             return
-        del self.nodes[node]
-        self._write(journal.NodeLost(node=node, why=why))
-        was_active = node in self._group_ranks
-        match self.phase:
-            case Phase.FORMING:
-                self._form()
-            case Phase.RUNNING | Phase.DIAGNOSING if was_active and not self._all_finished_on(node):
-                self._fault(FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why))
-            case Phase.STOPPING if was_active:
-                if node in self._current.stopping and self._ending is None:
-                    self._fault(
-                        FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why)
-                    )
-                self._node_stopped(node)
-            case _:
-                pass
+        self._left_by_signal |= event.by_signal
+        self.members.leave(event.node)
+        if self.phase is Phase.FORMING:
+            self._form()
+        elif self.phase in _AT_WORK and self._current.needs(event.node):
+            # Its ranks are being stopped: the others would wait for them until the last has gone.
+            self._node_lost(event.node, event.why)
 
-    def _ban(self, node: str, reason: str) -> None:
-        self._banned[node] = reason
+    def _lost(self, event: NodeLost) -> None:
+        if not self.members.is_connected(event.node):
+            return
+        self._left_by_signal |= event.by_signal
+        self.members.disconnect(event.node)
+        self._write(journal.NodeLost(node=event.node, why=event.why))
+        self._agent_is_gone(event.node, event.why)
+
+    def _agent_is_gone(self, node: str, why: str) -> None:
+        """Do what follows when the ranks that an agent had are gone with it."""
+        if self.phase is Phase.FORMING:
+            self._form()
+            return
+        stopping = self.phase is Phase.STOPPING and node in self._current.stopping
+        if self._current.needs(node) and (self.phase in _AT_WORK or (stopping and self._ending is None)):
+            self._node_lost(node, why)
+        if stopping:
+            self._node_stopped(node)
+
+    def _node_lost(self, node: str, why: str) -> None:
+        self._fault(FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why))
+
+    def _exclude(self, node: str, reason: str) -> None:
+        self.members.exclude(node, reason)
         self._write(journal.NodeExcluded(node=node, reason=reason))
 
     def _step_ended(self, event: StepEnded) -> None:
-        nobody_ever = len(self._never_joined) == len(self.policy.nodes)
-        self._never_joined.clear()
+        nobody_ever = len(self.members.expected) == len(self.members)
+        self.members.expect_no_more()
         if nobody_ever:
             self._end(EXIT_FAILED, f"no agent ever joined: {event.why}")
         elif self.phase is Phase.FORMING:
@@ -288,31 +304,34 @@ class CycleMachine:
 
     def _form(self) -> None:
         """Start the next cycle if there are nodes for it; end the job if there never will be."""
-        policy = self.policy
+        policy, members = self.policy, self.members
         if self._draining:
             self._end(EXIT_RESTART_ELSEWHERE, "asked to stop before a new cycle could begin")
             return
-        if len(self.nodes) + len(self._never_joined) < policy.active_nodes:
-            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, self._too_few()))
+        if not members.can_fill(policy.active_nodes):
+            reason = members.only_excluded() if not self.active else None
+            if reason is not None:
+                self._end(EXIT_FAILED, f"no node can be used: {reason}")
+            else:
+                self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, self._too_few()))
             return
-        if len(self.nodes) < policy.active_nodes:
+        if len(members.usable) < policy.active_nodes:
             return
-        if self._never_joined and not self._grace_over and self.restarts == 0:
+        if members.expected and not self._grace_over and self.restarts == 0:
             self._do(Arm(Timer.FORM_GRACE, policy.form_grace_s))
             return
         self._start_cycle()
 
     def _too_few(self) -> str:
-        left = len(self.nodes)
+        left = len(self.members.usable)
         return (
             f"too few nodes: training needs {self.policy.active_nodes}, {left} "
             f"{'is' if left == 1 else 'are'} left and there is no spare"
         )
 
     def _start_cycle(self) -> None:
-        self.active = self._choose_active()
-        self._group_ranks = {node: group_rank for group_rank, node in enumerate(self.active)}
-        self._current = _Cycle()
+        nodes = self.members.choose(self.active, self.policy.active_nodes)
+        self._current = RunningCycle(nodes, self.members.slots)
         self.phase = Phase.RUNNING
         self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))
         self._write(
@@ -320,103 +339,83 @@ class CycleMachine:
                 world_size=self.world_size, nodes=list(self.active), spares=list(self.spares)
             )
         )
-        self._do(StartCycle(self.cycle, self.active, self.slots))
-
-    def _choose_active(self) -> tuple[str, ...]:
-        """Survivors keep their place; the first spares fill the gaps."""
-        places: list[str | None] = [node if node in self.nodes else None for node in self.active]
-        places += [None] * (self.policy.active_nodes - len(places))
-        taken = set(places)
-        free = iter([node for node in self.policy.nodes if node in self.nodes and node not in taken])
-        return tuple(node if node is not None else next(free) for node in places)
+        self._do(StartCycle(self.cycle, nodes, self.members.slots))
 
     # --- running -------------------------------------------------------------------------------------
 
-    def _node_of(self, rank: int) -> str:
-        return self.active[rank // self.slots]
-
-    def _all_finished_on(self, node: str) -> bool:
-        first = self._group_ranks[node] * self.slots
-        return all(rank in self._current.finished for rank in range(first, first + self.slots))
-
     def _node_ready(self, event: NodeReady) -> None:
-        self._current.ready.add(event.node)
-        if len(self._current.ready) == len(self.active):
-            self._write(journal.RankReady(ranks=self.world_size))
+        ready = self._current.ready
+        if self.phase in _AT_WORK and event.node not in ready:
+            ready.add(event.node)
+            if len(ready) == len(self.active):
+                self._write(journal.RankReady(ranks=self.world_size))
 
     def _node_stepping(self, event: NodeStepping) -> None:
-        self._current.stepping.add(event.node)
-        if len(self._current.stepping) == len(self.active):
-            self._write(journal.FirstStep(ranks=self.world_size, step=event.step))
+        stepping = self._current.stepping
+        if self.phase in _AT_WORK and event.node not in stepping:
+            stepping.add(event.node)
+            if len(stepping) == len(self.active):
+                self._write(journal.FirstStep(ranks=self.world_size, step=event.step))
 
     def _rank_exited(self, event: RankExited) -> None:
-        if not 0 <= event.rank < self.world_size or self._node_of(event.rank) != event.node:
+        current = self._current
+        if not current.is_alive(event.node, event.rank):
+            return
+        current.exited.add(event.rank)
+        if event.after_stop:
+            # It did what it was asked to do: neither a fault nor a success.
             return
         if event.exit != 0:
-            if not event.after_stop:
-                self._fault(_exit_fault(event))
+            self._fault(exit_fault(event))
             return
-        self._current.finished.add(event.rank)
-        if self.phase in (Phase.RUNNING, Phase.DIAGNOSING) and len(self._current.finished) == self.world_size:
+        current.finished.add(event.rank)
+        if self.phase in _AT_WORK and len(current.finished) == self.world_size:
             if self._draining:
                 self._end(EXIT_RESTART_ELSEWHERE, "asked to stop; every rank has ended in good order")
             else:
                 self._end(EXIT_OK, f"all {self.world_size} ranks exited with 0")
 
     def _rank_stalled(self, event: RankStalled) -> None:
-        if self.phase is not Phase.RUNNING:
-            self._snapshots_taken(SnapshotsTaken(event.node, event.cycle, event.snapshots))
+        current = self._current
+        if not current.is_alive(event.node, event.rank):
             return
-        self.phase = Phase.DIAGNOSING
-        self._current.stalled = event
-        self._current.snapshots[event.node] = event.snapshots
-        others = tuple(node for node in self.active if node in self.nodes and node != event.node)
-        self._current.to_probe = set(others)
-        if others:
+        current.note_stall(event.rank, event.timeout_s)
+        if self.phase is Phase.RUNNING:
+            self.phase = Phase.DIAGNOSING
+            current.begin_probe(self._here)
+            others = tuple(node for node in self._here if node != event.node)
             self._do(ProbeNodes(self.cycle, others), Arm(Timer.PROBE, self.policy.probe_timeout_s))
-        else:
-            self._diagnosed()
+        self._snapshots_taken(SnapshotsTaken(event.node, event.cycle, event.snapshots))
 
     def _snapshots_taken(self, event: SnapshotsTaken) -> None:
-        if self.phase is not Phase.DIAGNOSING:
-            return
-        self._current.snapshots[event.node] = event.snapshots
-        self._current.to_probe.discard(event.node)
-        if not self._current.to_probe:
-            self._diagnosed()
+        if self.phase is Phase.DIAGNOSING:
+            self._current.take_snapshots(event.node, event.snapshots)
+            if not self._current.to_probe:
+                self._diagnosed()
 
     def _diagnosed(self) -> None:
-        stalled = self._current.stalled
-        assert stalled is not None
-        snapshots = [snapshot for taken in self._current.snapshots.values() for snapshot in taken]
-        rank, why = find_hung_rank(snapshots, stalled.rank)
-        if not 0 <= rank < self.world_size:
-            rank, why = stalled.rank, "its deadline passed first"
-        self._fault(
-            FaultDetected(
-                kind=FaultKind.HANG,
-                node=self._node_of(rank),
-                rank=rank,
-                detector="heartbeat",
-                detail=f"no heartbeat for {stalled.timeout_s:g} s; {why}",
-            )
-        )
+        self._do(Disarm(Timer.PROBE))
+        self.phase = Phase.RUNNING
+        hang = self._current.hang()
+        if hang is not None:
+            self._fault(hang)
 
     # --- stopping ------------------------------------------------------------------------------------
 
     def _fault(self, fault: FaultDetected) -> None:
-        if self.phase in (Phase.FORMING, Phase.CONSULTING):
+        if self.phase not in (*_AT_WORK, Phase.STOPPING):
             return
-        self._current.faults.append(fault)
+        if not self._current.note_fault(fault):
+            return
         self._write(fault)
         if self.phase is not Phase.STOPPING:
             self._stop_workers()
 
     def _stop_workers(self) -> None:
         self.phase = Phase.STOPPING
-        self._current.stopping = {node for node in self.active if node in self.nodes}
+        waiting = self._here
+        self._current.stopping = set(waiting)
         self._current.stop_began = self._now
-        waiting = tuple(node for node in self.active if node in self._current.stopping)
         hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
         self._do(Disarm(Timer.PROBE), StopCycle(self.cycle, waiting, hung))
         self._do(Arm(Timer.STOP, self.policy.stop_timeout_s))
@@ -434,7 +433,7 @@ class CycleMachine:
         self._do(Disarm(Timer.STOP))
         self._write(
             journal.WorkersStopped(
-                nodes=sum(node in self.nodes for node in self.active),
+                nodes=len(self._here),
                 seconds=round(max(0.0, self._now - self._current.stop_began), 6),
             )
         )
@@ -462,7 +461,7 @@ class CycleMachine:
             return End(EXIT_RESTART_ELSEWHERE, f"asked to stop, and then: {blame.why}")
         if self.restarts >= self.policy.max_restarts:
             return End(EXIT_FAILED, f"restart budget of {self.policy.max_restarts} used up: {blame.why}")
-        if len(self.nodes) + len(self._never_joined) < self.policy.active_nodes:
+        if not self.members.can_fill(self.policy.active_nodes):
             return End(EXIT_RESTART_ELSEWHERE, f"{self._too_few()}: {blame.why}")
         return None
 
@@ -509,16 +508,15 @@ class CycleMachine:
         self._write(journal.StopRequested(signal=event.signal.name))
         if self.phase is Phase.FORMING:
             self._form()
-        elif self.phase in (Phase.RUNNING, Phase.DIAGNOSING):
-            self._do(AskRanksToStop(self.cycle, tuple(node for node in self.active if node in self.nodes)))
+        elif self.phase in _AT_WORK:
+            self._do(AskRanksToStop(self.cycle, self._here))
 
     def _timer_fired(self, timer: Timer) -> None:
         match timer:
             case Timer.JOIN if self.phase is Phase.FORMING:
-                for node in self.policy.nodes:
-                    if node in self._never_joined:
-                        self._write(journal.NodeLost(node=node, why="its agent never joined"))
-                self._never_joined.clear()
+                for node in self.members.expected:
+                    self._write(journal.NodeLost(node=node, why="its agent never joined"))
+                self.members.expect_no_more()
                 self._form()
             case Timer.FORM_GRACE if self.phase is Phase.FORMING:
                 self._grace_over = True
@@ -534,10 +532,10 @@ class CycleMachine:
 
     def _drop_slow_nodes(self) -> None:
         slow = [node for node in self.active if node in self._current.stopping]
+        reason = f"did not stop its workers within {self.policy.stop_timeout_s:g} s"
         for node in slow:
-            del self.nodes[node]
-            self._ban(node, f"did not stop its workers within {self.policy.stop_timeout_s:g} s")
-            self._do(Disconnect(node, self._banned[node]))
+            self._exclude(node, reason)
+            self._do(Disconnect(node, reason))
         self._current.stopping.clear()
         self._all_stopped()
 
@@ -546,27 +544,3 @@ class CycleMachine:
         self._do(*(Disarm(timer) for timer in Timer))
         self._write(journal.JobEnded(code=code, why=why))
         self._do(End(code, why))
-
-
-def _exit_fault(event: RankExited) -> FaultDetected:
-    if event.exit < 0:
-        try:
-            name = signal.Signals(-event.exit).name
-        except ValueError:
-            name = f"signal {-event.exit}"
-        return FaultDetected(
-            kind=FaultKind.SIGNAL,
-            node=event.node,
-            rank=event.rank,
-            signal=name,
-            detector="child",
-            detail=event.detail,
-        )
-    return FaultDetected(
-        kind=FaultKind.EXIT,
-        node=event.node,
-        rank=event.rank,
-        exit=event.exit,
-        detector="child",
-        detail=event.detail,
-    )

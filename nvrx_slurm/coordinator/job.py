@@ -14,6 +14,7 @@ from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.cycle import EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
@@ -30,6 +31,7 @@ from nvrx_slurm.slurm import (
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
+from nvrx_slurm.wire.timeouts import Monitoring
 
 _PROGRESS_INTERVAL_S = 5.0
 _AGENTS_GRACE_S = 15.0
@@ -51,6 +53,10 @@ class JobSpec:
     """Where agents and ranks reach this host."""
     policy: Policy
     welcome: msg.Welcome
+    monitoring: Monitoring
+    """What the ranks of the first cycle are held to."""
+    keep_timeouts: bool
+    """Write calculated time-outs to the run directory."""
     run_dir: RunDir
     slurm: SlurmClient
     step_argv: Sequence[str]
@@ -68,6 +74,7 @@ class JobRunner:
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
         self._machine = CycleMachine(spec.policy)
+        self._monitoring = spec.monitoring
         self._journal = JournalWriter(spec.run_dir.journal, spec.job_id, spec.restart_count)
         self._token = rpc.new_token()
         self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
@@ -77,9 +84,12 @@ class JobRunner:
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[steps.End] | None = None
+        self._asked_to_stop: int | None = None
+        """The cycle whose ranks were asked to save and end."""
         self._step: int | None = None
         self._step_written = 0.0
         self._complained: set[str] = set()
+        self._saving = asyncio.Lock()
         self._bad_nodes: set[str] = set()
         """Nodes that the job should not get again."""
 
@@ -105,6 +115,8 @@ class JobRunner:
             await step.end(_SRUN_GRACE_S)
             await self._stores.close()
             await self._log_queue.join()
+            async with self._saving:
+                pass
             writing.cancel()
             try:
                 self._logs.close()
@@ -189,7 +201,7 @@ class JobRunner:
             case msg.RankExited() as m:
                 self._feed(steps.RankExited(node, m.cycle, m.rank, m.exit, m.after_stop, m.detail))
             case msg.RankStalled() as m:
-                self._feed(steps.RankStalled(node, m.cycle, m.rank, m.timeout_s, tuple(m.snapshots)))
+                self._feed(steps.RankStalled(node, m.cycle, m.rank, m.timeout_s, tuple(m.snapshots), m.why))
             case msg.Snapshots() as m:
                 self._feed(steps.SnapshotsTaken(node, m.cycle, tuple(m.snapshots)))
             case msg.WorkersGone() as m:
@@ -200,6 +212,11 @@ class JobRunner:
                 self._feed(steps.NodeReady(node, m.cycle))
             case msg.RanksStepping() as m:
                 self._feed(steps.NodeStepping(node, m.cycle, m.step))
+            case msg.Leaving() as m:
+                self._feed(steps.NodeLeaving(node, m.why, m.by_signal))
+            case msg.TimeoutsCalculated() as m:
+                if m.cycle == self._machine.cycle:
+                    self._timeouts_calculated(node, m)
             case msg.WorkersStarted() | msg.StepReached() | msg.CheckpointReport() as m:
                 if m.cycle == self._machine.cycle:
                     self._note(node, m)
@@ -223,6 +240,37 @@ class JobRunner:
                 self._record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
             case msg.CheckpointReport():
                 self._record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
+
+    def _timeouts_calculated(self, node: str, m: msg.TimeoutsCalculated) -> None:
+        """Later cycles begin with them, and later jobs if they are to be kept."""
+        try:
+            adopted = adopt(self._monitoring, m.heartbeat, m.section)
+        except ValueError as error:
+            console.say(f"WARNING: time-outs that a rank on {node} calculated are ignored: {error}")
+            return
+        if adopted == self._monitoring:
+            return
+        self._monitoring = adopted
+        heartbeat, section = adopted.heartbeat, adopted.section
+        self._record(
+            journal.TimeoutsCalculated(
+                initial=heartbeat.initial,
+                subsequent=heartbeat.subsequent,
+                section=section.section,
+                out_of_section=section.out_of_section,
+            )
+        )
+        if self._spec.keep_timeouts:
+            self._spawn(self._save_timeouts())
+
+    async def _save_timeouts(self) -> None:
+        async with self._saving:
+            loop = asyncio.get_running_loop()
+            path, now = self._spec.run_dir.ft_state, self._monitoring
+            try:
+                await loop.run_in_executor(None, save_ft_state, path, now.heartbeat, now.section)
+            except OSError as error:
+                self._complain("calculated time-outs", error)
 
     async def output(self, node: str, message: msg.LogMessage) -> None:
         await self._log_queue.put((node, message))
@@ -251,6 +299,7 @@ class JobRunner:
                 case steps.ProbeNodes():
                     self._send_all(command.nodes, msg.Probe(cycle=command.cycle))
                 case steps.AskRanksToStop():
+                    self._asked_to_stop = command.cycle
                     self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
                 case steps.ConsultSlurm():
                     self._spawn(self._consult_slurm())
@@ -294,8 +343,12 @@ class JobRunner:
                     world_size=len(command.nodes) * command.slots,
                     master_addr=self._stores.address,
                     master_port=port,
+                    monitoring=self._monitoring,
                 ),
             )
+        if self._asked_to_stop == command.cycle:
+            # While the store was being opened: no agent knew of the cycle then.
+            self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
 
     async def _consult_slurm(self) -> None:
         try:

@@ -38,6 +38,16 @@ class NodeUnusable:
 
 
 @dataclass(frozen=True)
+class NodeLeaving:
+    """The node's agent has begun to stop its ranks of its own accord; it is lost when its stream ends."""
+
+    node: str
+    why: str
+    by_signal: bool
+    """It was asked to go, as Slurm does when it ends the job."""
+
+
+@dataclass(frozen=True)
 class NodeLost:
     node: str
     why: str
@@ -78,6 +88,8 @@ class RankStalled:
     rank: int
     timeout_s: float
     snapshots: tuple[RankSnapshot, ...]
+    why: str = ""
+    """Which deadlines have passed, as one clause."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,7 @@ class TimerFired:
 Event = (
     NodeJoined
     | NodeUnusable
+    | NodeLeaving
     | NodeLost
     | SlurmAnswered
     | StartFailed

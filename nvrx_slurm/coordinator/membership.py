@@ -1,0 +1,98 @@
+"""Who may carry ranks: the job's nodes, and what is known of the agent on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+class Membership:
+    """Nodes of one job in order of preference; each is expected, connected, leaving, gone or excluded."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._order = tuple(nodes)
+        self._expected = set(nodes)
+        self._connected: set[str] = set()
+        self._leaving: set[str] = set()
+        self._excluded: dict[str, str] = {}
+        self.slots = 0
+        """Ranks per node, set by the first node that joins; 0 before."""
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def _in_order(self, nodes: set[str]) -> tuple[str, ...]:
+        return tuple(node for node in self._order if node in nodes)
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """Nodes that nobody has heard of, and whose agents may still come."""
+        return self._in_order(self._expected)
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """Nodes that a new cycle may run on: connected and not leaving."""
+        return self._in_order(self._connected - self._leaving)
+
+    def is_connected(self, node: str) -> bool:
+        return node in self._connected
+
+    def reason_of(self, node: str) -> str | None:
+        """Return why ``node`` is excluded; None if it is not."""
+        return self._excluded.get(node)
+
+    def only_excluded(self) -> str | None:
+        """Return a reason if every node is excluded: it is not the nodes' fault then."""
+        if len(self._excluded) < len(self._order):
+            return None
+        return next(iter(self._excluded.values()))
+
+    # --- changes -------------------------------------------------------------------------------------
+
+    def misfit(self, slots: int) -> str | None:
+        """Return why a node with ``slots`` can't take part; None if it can."""
+        if slots < 1:
+            return f"offers {slots} worker slots"
+        if self.slots and slots != self.slots:
+            return f"offers {slots} worker slots where the other nodes offer {self.slots}"
+        return None
+
+    def connect(self, node: str, slots: int) -> None:
+        self._expected.discard(node)
+        self._leaving.discard(node)
+        self._connected.add(node)
+        self.slots = slots
+
+    def leave(self, node: str) -> None:
+        self._leaving.add(node)
+
+    def disconnect(self, node: str) -> None:
+        self._connected.discard(node)
+        self._leaving.discard(node)
+
+    def exclude(self, node: str, reason: str) -> None:
+        """Keep ``node`` out for good."""
+        self.disconnect(node)
+        self._expected.discard(node)
+        self._excluded[node] = reason
+
+    def expect_no_more(self) -> None:
+        self._expected.clear()
+
+    # --- choice --------------------------------------------------------------------------------------
+
+    def can_fill(self, places: int) -> bool:
+        """Tell whether there are, or may still be, nodes for ``places``."""
+        return len(self.usable) + len(self._expected) >= places
+
+    def choose(self, before: Sequence[str], places: int) -> tuple[str, ...]:
+        """Return nodes for ``places`` places: who was there keeps its own, the first others fill the gaps.
+
+        There must be enough usable nodes.
+        """
+        usable = self.usable
+        kept = [node if node in usable else None for node in before] or [None] * places
+        free: Iterator[str] = iter([node for node in usable if node not in kept])
+        return tuple(node if node is not None else next(free) for node in kept)

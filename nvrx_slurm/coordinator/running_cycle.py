@@ -1,0 +1,115 @@
+"""What is known of the ranks of one cycle: who has ended, who is late, what went wrong."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nvrx_slurm.coordinator.blame import find_hung_rank
+from nvrx_slurm.coordinator.steps import RankExited
+from nvrx_slurm.journal import FaultDetected, FaultKind
+from nvrx_slurm.wire.messages import RankSnapshot
+
+
+@dataclass
+class RunningCycle:
+    """One attempt of the whole worker group."""
+
+    nodes: tuple[str, ...] = ()
+    """Position is the group rank."""
+    slots: int = 0
+    exited: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    """Those that exited with 0 and had not been asked to stop."""
+    ready: set[str] = field(default_factory=set)
+    stepping: set[str] = field(default_factory=set)
+    faults: list[FaultDetected] = field(default_factory=list)
+    to_probe: set[str] = field(default_factory=set)
+    """Nodes whose snapshots are missing in the search for the hung rank."""
+    stopping: set[str] = field(default_factory=set)
+    """Nodes that have not stopped their workers yet."""
+    stop_began: float = 0.0
+    _stalled: dict[int, float] = field(default_factory=dict)
+    """Ranks that missed a deadline, and by which time-out; the first comes first."""
+    _snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes) * self.slots
+
+    def ranks_of(self, node: str) -> range:
+        """Return the ranks on ``node``, which must be one of :attr:`nodes`."""
+        first = self.nodes.index(node) * self.slots
+        return range(first, first + self.slots)
+
+    def is_alive(self, node: str, rank: int) -> bool:
+        """Tell whether ``rank`` belongs to ``node`` and has not been seen to exit."""
+        return rank in self.ranks_of(node) and rank not in self.exited
+
+    def needs(self, node: str) -> bool:
+        """Tell whether a rank on ``node`` has not finished."""
+        return node in self.nodes and not self.finished.issuperset(self.ranks_of(node))
+
+    def note_fault(self, fault: FaultDetected) -> bool:
+        """Add ``fault``; False if it is a known one seen again."""
+        if any(_same_failure(fault, known) for known in self.faults):
+            return False
+        self.faults.append(fault)
+        return True
+
+    # --- hangs ---------------------------------------------------------------------------------------
+
+    def note_stall(self, rank: int, timeout_s: float) -> None:
+        self._stalled.setdefault(rank, timeout_s)
+
+    def begin_probe(self, nodes: Sequence[str]) -> None:
+        """Forget old snapshots; wait for those of ``nodes``."""
+        self._snapshots.clear()
+        self.to_probe = set(nodes)
+
+    def take_snapshots(self, node: str, snapshots: Sequence[RankSnapshot]) -> None:
+        """Note what ``node`` says about its own ranks."""
+        own = self.ranks_of(node)
+        self._snapshots.update((taken.rank, taken) for taken in snapshots if taken.rank in own)
+        self.to_probe.discard(node)
+
+    def hang(self) -> FaultDetected | None:
+        """Return who hangs; None if every late rank has ended meanwhile."""
+        late = [rank for rank in self._stalled if rank not in self.exited]
+        if not late:
+            return None
+        snapshots = [taken for taken in self._snapshots.values() if taken.rank not in self.exited]
+        rank, why = find_hung_rank(snapshots, late[0])
+        return FaultDetected(
+            kind=FaultKind.HANG,
+            node=self.nodes[rank // self.slots],
+            rank=rank,
+            detector="heartbeat",
+            detail=f"no heartbeat for {self._stalled[late[0]]:g} s; {why}",
+        )
+
+
+def _same_failure(one: FaultDetected, other: FaultDetected) -> bool:
+    """Tell whether two faults are the same thing seen twice."""
+    alike = one.kind is other.kind and one.detector == other.detector
+    return alike and (one.node, one.rank) == (other.node, other.rank)
+
+
+def exit_fault(event: RankExited) -> FaultDetected:
+    """Return the fault of a rank that exited with anything but 0."""
+    name = None
+    if event.exit < 0:
+        try:
+            name = signal.Signals(-event.exit).name
+        except ValueError:
+            name = f"signal {-event.exit}"
+    return FaultDetected(
+        kind=FaultKind.EXIT if name is None else FaultKind.SIGNAL,
+        node=event.node,
+        rank=event.rank,
+        exit=event.exit if name is None else None,
+        signal=name,
+        detector="child",
+        detail=event.detail,
+    )

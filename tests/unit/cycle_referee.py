@@ -1,0 +1,178 @@
+"""The rules that the state machine must keep, whatever happens; see DESIGN, "What must never happen"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvrx_slurm import journal
+from nvrx_slurm.coordinator import steps
+from nvrx_slurm.coordinator.cycle import Policy
+from nvrx_slurm.coordinator.steps import Timer
+
+
+def what_failed(fault: journal.FaultDetected) -> tuple[str, str, str, int | None]:
+    ended = fault.kind in (journal.FaultKind.EXIT, journal.FaultKind.SIGNAL)
+    return ("ended" if ended else fault.kind.value, fault.detector, fault.node, fault.rank)
+
+
+class Referee:
+    """Sees every event and what the machine makes of it, and knows the rules."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.connected: dict[str, int] = {}
+        self.excluded: set[str] = set()
+        self.never_heard_of = set(policy.nodes)
+        self.stopped: set[str] = set()
+        """Nodes that have said that nothing of the present cycle is left on them."""
+        self.group: tuple[str, ...] = ()
+        self.cycle = policy.first_cycle - 1
+        self.exits: dict[int, int] = {}
+        self.slots = 0
+        self.faults: list[journal.FaultDetected] = []
+        self.verdicts = 0
+        self.starts = 0
+        self.ended: steps.End | None = None
+        self.asked_to_end: set[int] = set()
+        self.draining = False
+        self.leaving: set[str] = set()
+        self.lacked_nodes = False
+        self.slurm_said: str | None = None
+
+    def before(self, event: steps.Event) -> None:
+        """Note what the world knows, before the machine hears of it."""
+        match event:
+            case steps.NodeJoined(node, slots) if node in self.policy.nodes and node not in self.excluded:
+                self.slots = self.slots or slots
+                if slots == self.slots:
+                    self.connected[node] = slots
+                    self.stopped.add(node)
+                    self.leaving.discard(node)
+                self.never_heard_of.discard(node)
+            case steps.NodeUnusable(node):
+                self.never_heard_of.discard(node)
+            case steps.NodeLost(node):
+                self.connected.pop(node, None)
+            case steps.NodeLeaving(node):
+                self.leaving.add(node)
+            case steps.NodeStopped(node, cycle) if cycle == self.cycle and node in self.group:
+                self.stopped.add(node)
+            case steps.RankExited(node, cycle, rank, code, after_stop):
+                if cycle == self.cycle and not after_stop and self.owner(rank) == node:
+                    self.exits.setdefault(rank, code)
+            case steps.StopRequested(sig):
+                self.asked_to_end.add(128 + sig)
+            case steps.DrainRequested():
+                self.draining = True
+            case steps.SlurmAnswered(state):
+                self.slurm_said = state
+            case steps.StepEnded() | steps.TimerFired(Timer.JOIN):
+                self.never_heard_of.clear()
+            case _:
+                pass
+
+    def owner(self, rank: int) -> str | None:
+        place, slots = rank // max(self.slots, 1), self.slots
+        return self.group[place] if 0 <= rank < len(self.group) * slots else None
+
+    def after(self, commands: Iterable[steps.Command]) -> None:
+        """Judge what the machine said."""
+        for command in commands:
+            assert self.ended is None, f"{command} after the end"
+            match command:
+                case steps.Write(event, cycle):
+                    self.written(event, cycle)
+                case steps.Disconnect(node):
+                    assert node not in self.connected or node in self.excluded
+                    self.connected.pop(node, None)
+                case steps.StartCycle():
+                    self.cycle_started(command)
+                case steps.StopCycle(cycle, asked):
+                    assert cycle == self.cycle
+                    assert set(asked) <= set(self.group) & set(self.connected)
+                case steps.ProbeNodes(cycle, asked) | steps.AskRanksToStop(cycle, asked):
+                    assert cycle == self.cycle
+                    assert set(asked) <= set(self.group) & set(self.connected)
+                case steps.ConsultSlurm():
+                    self.lacked_nodes = self.lacks_nodes()
+                case steps.End():
+                    self.ends(command)
+                case _:
+                    pass
+
+    def written(self, event: object, cycle: int) -> None:
+        match event:
+            case journal.NodeExcluded(node=node):
+                assert node in self.policy.nodes
+                self.excluded.add(node)
+            case journal.FaultDetected():
+                assert cycle == self.cycle
+                self.fault(event)
+            case journal.Verdict():
+                assert cycle == self.cycle
+                self.verdicts += 1
+                assert self.verdicts == 1, "one verdict per cycle"
+                named = {(fault.node, fault.rank, fault.kind) for fault in self.faults}
+                assert (event.node, event.rank, event.kind) in named, "the verdict names a fault of its cycle"
+            case _:
+                pass
+
+    def fault(self, fault: journal.FaultDetected) -> None:
+        assert what_failed(fault) not in map(what_failed, self.faults), f"journalled twice: {fault}"
+        if fault.kind is journal.FaultKind.NODE_LOST:
+            assert not self.done(fault.node), "a node that has finished is not missed"
+        if fault.rank is not None:
+            assert self.owner(fault.rank) == fault.node
+            assert self.exits.get(fault.rank, 1) != 0, "who has exited with 0 is blamed for nothing"
+        self.faults.append(fault)
+
+    def cycle_started(self, start: steps.StartCycle) -> None:
+        assert start.cycle == self.cycle + 1
+        assert len(start.nodes) == len(set(start.nodes)) == self.policy.active_nodes
+        for node in start.nodes:
+            assert node in self.connected, f"{node} is not there"
+            assert node not in self.excluded, f"{node} is excluded"
+            assert node not in self.leaving, f"{node} is leaving"
+        assert start.slots == self.slots > 0
+        for place, node in enumerate(self.group):
+            if node in self.connected and node not in self.leaving:
+                assert start.nodes[place] == node, "survivors keep their place"
+        left = {node for node in self.group if node in self.connected} - self.stopped
+        assert not left, f"ranks of cycle {self.cycle} are left on {left}"
+        if self.starts:
+            assert self.faults, "no cycle ends without a reason"
+            assert self.verdicts == 1
+        self.starts += 1
+        assert self.starts - 1 <= self.policy.max_restarts
+        assert not self.draining
+        self.cycle, self.group = start.cycle, start.nodes
+        self.stopped, self.exits, self.faults, self.verdicts = set(), {}, [], 0
+
+    def usable(self) -> set[str]:
+        return set(self.connected) - self.leaving - self.excluded
+
+    def lacks_nodes(self) -> bool:
+        return len(self.usable() | self.never_heard_of - self.excluded) < self.policy.active_nodes
+
+    def done(self, node: str) -> bool:
+        """Every rank of the node has exited with 0, of its own accord."""
+        first = self.group.index(node) * self.slots
+        return all(self.exits.get(rank) == 0 for rank in range(first, first + self.slots))
+
+    def ends(self, end: steps.End) -> None:
+        self.ended = end
+        world = set(range(self.policy.active_nodes * self.slots))
+        everyone_finished = bool(world) and {r for r, code in self.exits.items() if code == 0} == world
+        match end.code:
+            case 0:
+                assert everyone_finished
+                assert not self.draining
+            case 1:
+                out_of_budget = self.starts - 1 == self.policy.max_restarts and self.faults
+                assert out_of_budget or not self.starts
+            case 75:
+                assert self.draining or self.lacked_nodes or self.lacks_nodes()
+            case code:
+                assert code in self.asked_to_end or (code == 143 and self.slurm_said not in (None, "RUNNING"))
+        if everyone_finished and not self.draining and not self.faults and not self.asked_to_end:
+            assert end.code == 0
