@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable
 
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 MAX_HOSTS = 1_000_000
 
 
@@ -19,16 +20,15 @@ def expand_hostlist(text: str) -> list[str]:
     """Return the hosts of ``text`` in its order; an empty text has none.
 
     Raises:
-        HostlistError: unbalanced brackets, a range that is not numeric or runs backwards, an empty item.
+        HostlistError: unbalanced brackets, a range that is not numeric or runs backwards, an empty item, more
+            than a million hosts.
     """
     text = text.strip()
     if not text:
         return []
     hosts: list[str] = []
     for item in _split_top_level(text):
-        hosts.extend(_expand_item(item, text))
-        if len(hosts) > MAX_HOSTS:
-            raise HostlistError(f"host list {text[:80]!r} names more than {MAX_HOSTS} hosts")
+        hosts.extend(_expand_item(item, text, MAX_HOSTS - len(hosts)))
     return hosts
 
 
@@ -49,7 +49,7 @@ def _split_top_level(text: str) -> list[str]:
     return [*items, text[start:]]
 
 
-def _expand_item(item: str, text: str) -> list[str]:
+def _expand_item(item: str, text: str, room: int) -> list[str]:
     parts: list[list[str]] = []
     position = 0
     while position < len(item):
@@ -61,6 +61,8 @@ def _expand_item(item: str, text: str) -> list[str]:
         parts.append([literal] if literal else _expand_ranges(ranges, text))
     if not parts:
         raise HostlistError(f"host list {text[:80]!r}: an empty item")
+    if math.prod(map(len, parts)) > room:
+        raise HostlistError(f"host list {text[:80]!r} names more than {MAX_HOSTS} hosts")
     return ["".join(combination) for combination in itertools.product(*parts)]
 
 
@@ -79,7 +81,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     return numbers
 
 
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)")
 
 
 def compress_hostlist(hosts: Iterable[str]) -> str:
