@@ -6,9 +6,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from nvrx_slurm.wire.messages import StartWorkers, Welcome
 from nvrx_slurm.wire.page import PAGE_VARIABLE
 from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE
+from nvrx_slurm.wire.timeouts import MONITORING_VARIABLE
 
 
 class SlotsError(ValueError):
@@ -73,4 +76,5 @@ def rank_environment(start: StartWorkers, local_rank: int, page: Path, socket: P
         "TORCHELASTIC_RESTART_COUNT": str(start.cycle),
         PAGE_VARIABLE: str(page),
         SOCKET_VARIABLE: str(socket),
+        MONITORING_VARIABLE: msgspec.json.encode(start.monitoring).decode(),
     }

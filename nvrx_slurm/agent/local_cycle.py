@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nvrx_slurm.agent.deadlines import Deadline
 from nvrx_slurm.agent.monitor import RankMonitors
-from nvrx_slurm.wire.messages import HeartbeatTimeouts, StartWorkers
+from nvrx_slurm.wire.messages import StartWorkers
 from nvrx_slurm.wire.page import HeartbeatPage
 
 
@@ -18,8 +19,7 @@ class LocalCycle:
         start: StartWorkers,
         slots: int,
         private_dir: Path,
-        timeouts: HeartbeatTimeouts,
-        on_stalled: Callable[[int, float], None],
+        on_stalled: Callable[[int, Sequence[Deadline]], None],
     ) -> None:
         """Create the heartbeat pages.
 
@@ -34,9 +34,13 @@ class LocalCycle:
         self.stepping: set[int] = set()
         self.stopping = False
         self.last_step: int | None = None
+        self.told_timeouts = (start.monitoring.heartbeat, start.monitoring.section)
+        """What the Coordinator has been told last."""
         self.page_paths = {rank: private_dir / f"cycle{start.cycle}-rank{rank}.page" for rank in self.ranks}
         self.pages = {rank: HeartbeatPage.create(path) for rank, path in self.page_paths.items()}
-        self.monitors = RankMonitors(self.pages, timeouts, on_stalled)
+        for page in self.pages.values():
+            page.set_timeouts(start.monitoring.heartbeat, start.monitoring.section)
+        self.monitors = RankMonitors(self.pages, start.monitoring, on_stalled)
 
     def new_step(self) -> int | None:
         """Return the lowest step of the ranks if it has changed since the last call."""

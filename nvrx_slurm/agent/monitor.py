@@ -1,49 +1,39 @@
-"""Rank monitors: heartbeat deadlines of the ranks on this node, one timer each."""
+"""Rank monitors: the deadlines of the ranks on this node, one timer each."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from nvrx_slurm import linux
-from nvrx_slurm.wire.messages import HeartbeatTimeouts, RankSnapshot
+from nvrx_slurm.agent.deadlines import Deadline, deadlines_of
+from nvrx_slurm.wire.messages import RankSnapshot
 from nvrx_slurm.wire.page import HeartbeatPage, PageReading
+from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
-
-@dataclass(frozen=True)
-class Deadline:
-    """When a rank is late, and by which time-out."""
-
-    at_ns: int
-    """CLOCK_MONOTONIC."""
-    timeout_s: float
-
-
-def deadline_of(reading: PageReading, timeouts: HeartbeatTimeouts) -> Deadline | None:
-    """Return the deadline that ``reading`` implies; None when none runs."""
-    if not reading.monitored:
-        return None
-    timeout = timeouts.subsequent_s if reading.last_heartbeat_ns else timeouts.initial_s
-    if timeout is None:
-        return None
-    return Deadline(reading.last_sign_ns + int(timeout * 1e9), timeout)
+_HAIR_S = 0.001
+"""A timer fires this much after the deadline, so that the deadline has passed then."""
 
 
 class RankMonitors:
-    """Watches one cycle's pages. A timer sleeps until the deadline that the page implied when it was set; if
-    the rank has sent heartbeats since, it is set anew: no heartbeat costs the agent anything.
+    """Watches one cycle's pages.
+
+    A timer sleeps until the earliest deadline that the page implied when it was set, but no longer than the
+    shortest time-out that is configured. A deadline that comes up meanwhile, of a section opened one moment
+    later for instance, is at least that far away: it is seen before it passes. So neither a heartbeat nor a
+    section costs the agent anything, nothing is polled, and no rank has to call the agent.
     """
 
     def __init__(
         self,
         pages: Mapping[int, HeartbeatPage],
-        timeouts: HeartbeatTimeouts,
-        on_stalled: Callable[[int, float], None],
+        monitoring: Monitoring,
+        on_stalled: Callable[[int, Sequence[Deadline]], None],
     ) -> None:
         self._pages = pages
-        self._timeouts = timeouts
+        self._sections = list(monitoring.section.section)
+        self._monitoring = monitoring
         self._on_stalled = on_stalled
         self._loop = asyncio.get_running_loop()
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -53,20 +43,54 @@ class RankMonitors:
         """Note the process of each rank."""
         self._pids = dict(pids)
 
+    def pid_of(self, rank: int) -> int | None:
+        return self._pids.get(rank)
+
+    @property
+    def sections(self) -> Sequence[str]:
+        """Names, by slot."""
+        return self._sections
+
+    def read(self, rank: int) -> PageReading:
+        return self._pages[rank].read(len(self._sections))
+
+    def change(self, rank: int, heartbeat: HeartbeatTimeouts, section: SectionTimeouts) -> None:
+        """Note that ``rank`` has put other time-outs on its page, and watch it by them.
+
+        Raises:
+            ValueError: they are of other sections.
+        """
+        if list(section.section) != self._sections:
+            raise ValueError("other sections than this job's")
+        changed = Monitoring(heartbeat=heartbeat, section=section, warmup=self._monitoring.warmup)
+        old, new = self._monitoring.smallest(), changed.smallest()
+        if new is not None and (old is None or new < old):
+            # For all ranks: a timer that wakes too often does no harm, one that sleeps too long does.
+            self._monitoring = changed
+        for each in [rank, *self._timers]:
+            self.watch(each)
+
     def watch(self, rank: int) -> None:
         """Begin or go on to watch ``rank``: it has said that it is monitored."""
         self.forget(rank)
-        page = self._pages.get(rank)
-        if page is None:
+        if rank not in self._pages:
             return
-        deadline = deadline_of(page.read(), self._timeouts)
-        if deadline is None:
+        reading = self.read(rank)
+        if not reading.monitored:
             return
-        if deadline.at_ns <= time.monotonic_ns():
-            self._on_stalled(rank, deadline.timeout_s)
+        now = time.monotonic_ns()
+        deadlines = deadlines_of(reading, self._sections)
+        late = [deadline for deadline in deadlines if deadline.at_ns <= now]
+        if late:
+            self._on_stalled(rank, late)
             return
-        # The loop's clock is CLOCK_MONOTONIC too; a hair later, so that the deadline has passed then.
-        self._timers[rank] = self._loop.call_at(deadline.at_ns / 1e9 + 0.001, self.watch, rank)
+        sleeps = [deadline.at_ns / 1e9 for deadline in deadlines[:1]]
+        smallest = self._monitoring.smallest()
+        if smallest is not None:
+            sleeps.append(now / 1e9 + smallest)
+        if sleeps:
+            # The loop's clock is CLOCK_MONOTONIC too.
+            self._timers[rank] = self._loop.call_at(min(sleeps) + _HAIR_S, self.watch, rank)
 
     def forget(self, rank: int) -> None:
         """Stop watching ``rank``: it has exited."""
@@ -78,8 +102,8 @@ class RankMonitors:
         """Return what can be said of every rank right now."""
         now = time.monotonic_ns()
         taken = []
-        for rank, page in self._pages.items():
-            reading = page.read()
+        for rank in self._pages:
+            reading = self.read(rank)
             pid = self._pids.get(rank)
             taken.append(
                 RankSnapshot(

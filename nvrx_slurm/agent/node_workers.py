@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from nvrx_slurm import linux
 from nvrx_slurm.agent import server_protocol
+from nvrx_slurm.agent.deadlines import Deadline
 from nvrx_slurm.agent.environment import rank_environment, server_environment
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.output import OutputPump
@@ -20,8 +22,10 @@ from nvrx_slurm.agent.workers import WorkerServerProcess
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
 
+_log = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 5.0
 _KILL_TIMEOUT_S = 5.0
+_MAX_REASONS = 4
 
 
 class NodeWorkers:
@@ -71,9 +75,7 @@ class NodeWorkers:
         if self._cycle is not None:
             self._cycle.close()
         try:
-            cycle = LocalCycle(
-                start, self._slots, self._private_dir, self._welcome.timeouts, self._on_stalled
-            )
+            cycle = LocalCycle(start, self._slots, self._private_dir, self._on_stalled)
             self._cycle = cycle
             self._all_exited.clear()
             self._launch(cycle)
@@ -212,13 +214,17 @@ class NodeWorkers:
 
     # --- what ranks report ---------------------------------------------------------------------------
 
-    def _on_stalled(self, rank: int, timeout_s: float) -> None:
+    def _on_stalled(self, rank: int, late: Sequence[Deadline]) -> None:
         cycle = self._cycle
         if cycle is None or cycle.stopping:
             return
         self._say(
             msg.RankStalled(
-                cycle=cycle.cycle, rank=rank, timeout_s=timeout_s, snapshots=cycle.monitors.snapshots()
+                cycle=cycle.cycle,
+                rank=rank,
+                timeout_s=late[0].timeout_s,
+                snapshots=cycle.monitors.snapshots(),
+                why=", ".join(deadline.what for deadline in late[:_MAX_REASONS]),
             )
         )
 
@@ -250,6 +256,20 @@ class NodeWorkers:
                         layer=request.layer,
                     )
                 )
+            case rank_channel.TimeoutsChanged():
+                self._timeouts_changed(cycle, request)
+
+    def _timeouts_changed(self, cycle: LocalCycle, request: rank_channel.TimeoutsChanged) -> None:
+        heartbeat, section = request.heartbeat, request.section
+        try:
+            cycle.monitors.change(request.rank, heartbeat, section)
+        except ValueError as error:
+            _log.warning("time-outs of rank %d are ignored: %s", request.rank, error)
+            return
+        # Every rank calculates the same; the first tells the Coordinator.
+        if (heartbeat, section) != cycle.told_timeouts:
+            cycle.told_timeouts = (heartbeat, section)
+            self._say(msg.TimeoutsCalculated(cycle=cycle.cycle, heartbeat=heartbeat, section=section))
 
     async def _report_progress(self) -> None:
         """Off the restart path: a step number now and then, for reports."""

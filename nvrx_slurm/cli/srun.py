@@ -11,7 +11,9 @@ from pathlib import Path
 
 import click
 
+from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.parameters import Duration
+from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.wire.messages import ProgramKind
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
@@ -56,22 +58,7 @@ def _agent_command() -> str:
     show_default=True,
     help="Restarts of all ranks within this allocation; after them the job fails.",
 )
-@click.option(
-    "--heartbeat-timeout",
-    "--ft-rank-heartbeat-timeout",
-    type=Duration(or_none=True),
-    default="45m",
-    show_default=True,
-    help="A rank that calls send_heartbeat and then is silent for this long is hung; none: never.",
-)
-@click.option(
-    "--initial-heartbeat-timeout",
-    "--ft-initial-rank-heartbeat-timeout",
-    type=Duration(or_none=True),
-    default="60m",
-    show_default=True,
-    help="The same from init_workload_monitoring to the first heartbeat.",
-)
+@fault_tolerance_options
 @click.option(
     "--workers-stop-timeout",
     type=Duration(),
@@ -104,8 +91,6 @@ def main(
     nproc_per_node: str,
     spares: int,
     max_restarts: int,
-    heartbeat_timeout: float | None,
-    initial_heartbeat_timeout: float | None,
     workers_stop_timeout: float,
     warm_start: str,
     run_dir: Path | None,
@@ -115,6 +100,7 @@ def main(
     dry_run: bool,
     script: str,
     args: tuple[str, ...],
+    fault_tolerance: FaultToleranceConfig,
 ) -> None:
     """Train SCRIPT on every node of this Slurm job, and go on when a rank or a node fails.
 
@@ -164,6 +150,7 @@ def main(
         raise click.UsageError(str(error)) from error
 
     from nvrx_slurm.coordinator.address import NoAddressError, address_toward
+    from nvrx_slurm.coordinator.ft_state import FtStateError, load_ft_state
     from nvrx_slurm.coordinator.job import JobSpec, run_job
     from nvrx_slurm.coordinator.preparation import first_cycle, preferred_order
     from nvrx_slurm.journal import JournalVersionError
@@ -173,6 +160,11 @@ def main(
     try:
         address = address_toward(others, client.node_address)
         cycle = first_cycle(directory)
+        monitoring = fault_tolerance.monitoring()
+        if fault_tolerance.calc_ft_timeouts:
+            monitoring = load_ft_state(directory.ft_state, monitoring)
+    except FtStateError as error:
+        raise click.UsageError(str(error)) from error
     except NoAddressError as error:
         raise click.ClickException(str(error)) from error
     except JournalVersionError as error:
@@ -196,11 +188,10 @@ def main(
             nproc_per_node=nproc_per_node,
             warm_start=warm_start == "on",
             max_restarts=max_restarts,
-            timeouts=msg.HeartbeatTimeouts(
-                initial_s=initial_heartbeat_timeout, subsequent_s=heartbeat_timeout
-            ),
             stop_timeout_s=workers_stop_timeout,
         ),
+        monitoring=monitoring,
+        keep_timeouts=fault_tolerance.calc_ft_timeouts,
         run_dir=directory,
         slurm=client,
         step_argv=step.argv(),

@@ -22,6 +22,10 @@ class RunDir:
     def journal(self) -> Path:
         return self.path / "journal.jsonl"
 
+    @property
+    def ft_state(self) -> Path:
+        return self.path / "ft_state.json"
+
     def cycle(self, number: int) -> Path:
         return self.path / "cycles" / str(number)
 

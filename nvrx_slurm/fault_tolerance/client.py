@@ -1,25 +1,56 @@
-"""A rank's side of its monitor: a heartbeat is a store to shared memory, the rest a datagram."""
+"""A rank's side of its monitor: heartbeats and sections are stores to shared memory, the rest a datagram."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
+from nvrx_slurm.fault_tolerance.timeouts import (
+    IntervalMeter,
+    Maxima,
+    NotEnoughDataError,
+    calculate_heartbeat,
+    calculate_sections,
+)
 from nvrx_slurm.wire import rank_channel
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
 from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE, CheckpointEvent, RankRequest
+from nvrx_slurm.wire.timeouts import (
+    MONITORING_VARIABLE,
+    HeartbeatTimeouts,
+    Monitoring,
+    SectionTimeouts,
+    to_state,
+    with_state,
+)
 
 _log = logging.getLogger("nvrx_slurm.fault_tolerance")
+_clock = time.monotonic_ns
 
 
 class RankMonitorClientError(RuntimeError):
     """The client was used in a way that can't work; the message says what to do."""
 
 
+@dataclass(frozen=True)
+class RankInfo:
+    global_rank: int
+    local_rank: int
+    host: str
+    pid: int
+
+
 class RankMonitorClient:
-    """Tells the node's agent that this rank is alive and how far it is.
+    """Tells the node's agent that this rank is alive, what it does, and how far it is.
 
     Typical use::
 
@@ -33,16 +64,32 @@ class RankMonitorClient:
                 break
         client.shutdown_workload_monitoring()
 
-    From ``init_workload_monitoring`` on, a rank that misses its heartbeat deadline (``nvrx-srun
-    --initial-heartbeat-timeout`` and ``--heartbeat-timeout``) is taken for hung and all ranks are restarted.
+    From ``init_workload_monitoring`` on, a rank that misses a deadline is taken for hung and all ranks are
+    restarted. Deadlines run between heartbeats, for every open section that has a time-out, and while no
+    section is open; see ``docs/hang_detection.md``. Either kind can be used alone.
+
     Started by anything but nvrx-srun, plain ``torchrun`` for instance, there is no monitor: every call does
     nothing, and the first says so in the log. A client is for one thread; heartbeats may be sent from
-    another thread than the one that opened it, as long as only one sends.
+    another thread than the one that opened it, as long as only one uses it at a time.
     """
 
     def __init__(self) -> None:
+        self.cfg: FaultToleranceConfig | None = None
+        """What nvrx-srun was told; None before ``init_workload_monitoring`` and without a monitor."""
+        self.rank_info: RankInfo | None = None
+        self.hb_timeouts = HeartbeatTimeouts()
+        """As they are enforced now."""
+        self.section_timeouts = SectionTimeouts()
+        """As they are enforced now."""
         self._page: HeartbeatPage | None = None
         self._socket: socket.socket | None = None
+        self._meter = IntervalMeter(0, 0)
+        self._slots: dict[str, int] = {}
+        self._warmup: dict[str, int] = {}
+        """How often each section with a warm-up time-out may still be opened with it."""
+        self._monitoring: Monitoring | None = None
+        self._loaded_state: Mapping[str, Any] | None = None
+        self._unmonitored: set[str] = set()
         self._initialized = False
         self._beaten = False
         self._rank = 0
@@ -53,8 +100,12 @@ class RankMonitorClient:
         """Between ``init_workload_monitoring`` and ``shutdown_workload_monitoring``."""
         return self._initialized
 
-    def init_workload_monitoring(self) -> None:
-        """Begin monitoring; the initial heartbeat deadline runs from here.
+    def init_workload_monitoring(self, num_warmup_iters: int | None = None) -> None:
+        """Begin monitoring; the initial heartbeat deadline and the one outside of sections run from here.
+
+        Args:
+            num_warmup_iters: how often a section with a warm-up time-out is opened with it, instead of
+                ``num_warmup_iterations`` of the configuration.
 
         Raises:
             RankMonitorClientError: called twice, or the monitor that the environment names is not there.
@@ -67,22 +118,42 @@ class RankMonitorClient:
         if page_path is None:
             _log.info("no rank monitor here (%s is not set): heartbeats do nothing", PAGE_VARIABLE)
         else:
-            self._connect(Path(page_path))
+            self._connect(Path(page_path), num_warmup_iters)
         self._initialized = True
         self._beaten = False
 
-    def _connect(self, page_path: Path) -> None:
+    def _connect(self, page_path: Path, num_warmup_iters: int | None) -> None:
         try:
             self._rank = int(os.environ["RANK"])
             self._cycle = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            local_rank = int(os.environ["LOCAL_RANK"])
+            monitoring = msgspec.json.decode(os.environ[MONITORING_VARIABLE], type=Monitoring)
             page = HeartbeatPage.open(page_path)
             channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             channel.connect(os.environ[SOCKET_VARIABLE])
         except (KeyError, OSError, ValueError) as error:
             raise RankMonitorClientError(f"cannot reach this rank's monitor: {error!r}") from error
-        self._page, self._socket = page, channel
-        page.start_monitoring()
+        self._page, self._socket, self._monitoring = page, channel, monitoring
+        self.cfg = FaultToleranceConfig.from_monitoring(monitoring)
+        self.rank_info = RankInfo(self._rank, local_rank, socket.gethostname(), os.getpid())
+        self.hb_timeouts, self.section_timeouts = monitoring.heartbeat, monitoring.section
+        self._slots = {name: slot for slot, name in enumerate(monitoring.section.section)}
+        now = _clock()
+        self._meter = IntervalMeter(len(self._slots), now)
+        page.set_timeouts(self.hb_timeouts, self.section_timeouts)
+        self._begin_warmup(page, monitoring, num_warmup_iters)
+        page.start_monitoring(now)
         self._tell(rank_channel.MonitoringStarted(rank=self._rank, cycle=self._cycle))
+        if self._loaded_state is not None:
+            self.load_state_dict(self._loaded_state)
+
+    def _begin_warmup(self, page: HeartbeatPage, monitoring: Monitoring, iterations: int | None) -> None:
+        count = monitoring.warmup_iterations if iterations is None else iterations
+        self._warmup = dict.fromkeys(monitoring.warmup, count) if count > 0 else {}
+        for name in self._warmup:
+            page.set_section_timeout(self._slots[name], monitoring.warmup[name])
+
+    # --- signs of life -------------------------------------------------------------------------------
 
     def send_heartbeat(self, step: int | None = None) -> None:
         """Say that this rank is alive, once per training or evaluation step.
@@ -98,10 +169,189 @@ class RankMonitorClient:
         if page is None:
             self._require_initialized("send_heartbeat")
             return
-        page.beat(step)
+        now = _clock()
+        page.beat(step, now)
+        self._meter.heartbeat(now)
         if not self._beaten:
             self._beaten = True
             self._tell(rank_channel.FirstHeartbeat(rank=self._rank, cycle=self._cycle))
+
+    def start_section(self, name: str) -> None:
+        """Open a section; its deadline runs until ``end_section``. Sections may overlap.
+
+        A section without an entry in ``--ft-rank-section-timeouts`` is not monitored: the call does nothing
+        then, and says so once in the log.
+
+        Raises:
+            RankMonitorClientError: the section is open already, or monitoring has not begun.
+        """
+        slot = self._slots.get(name)
+        page = self._page
+        if slot is None or page is None:
+            self._require_initialized("start_section")
+            self._note_unmonitored(name)
+            return
+        meter = self._meter
+        if meter.is_open(slot):
+            raise RankMonitorClientError(f"section {name!r} is open already: end_section comes first")
+        if self._warmup:
+            self._count_warmup(page, name, slot)
+        now = _clock()
+        page.open_section(slot, now, meter.open(slot, now))
+
+    def end_section(self, name: str) -> None:
+        """Close a section.
+
+        Raises:
+            RankMonitorClientError: the section is not open, or monitoring has not begun.
+        """
+        slot = self._slots.get(name)
+        page = self._page
+        if slot is None or page is None:
+            self._require_initialized("end_section")
+            return
+        meter = self._meter
+        if not meter.is_open(slot):
+            raise RankMonitorClientError(f"section {name!r} is not open: start_section comes first")
+        now = _clock()
+        page.close_section(slot, now, meter.close(slot, now))
+
+    def end_all_sections(self) -> None:
+        """Close every open section, as after an exception; does nothing when none is open.
+
+        Raises:
+            RankMonitorClientError: monitoring has not begun.
+        """
+        self._require_initialized("end_all_sections")
+        for name, slot in self._slots.items():
+            if self._meter.is_open(slot):
+                self.end_section(name)
+
+    def _count_warmup(self, page: HeartbeatPage, name: str, slot: int) -> None:
+        left = self._warmup.get(name)
+        if left is None:
+            return
+        if left > 0:
+            self._warmup[name] = left - 1
+        else:
+            del self._warmup[name]
+            page.set_section_timeout(slot, self.section_timeouts.section[name])
+
+    def _note_unmonitored(self, name: str) -> None:
+        if self._page is not None and name not in self._unmonitored:
+            self._unmonitored.add(name)
+            _log.info(
+                "section %r is not monitored: it has no entry in --ft-rank-section-timeouts (there: %s)",
+                name,
+                ", ".join(self._slots) or "none",
+            )
+
+    # --- time-outs -----------------------------------------------------------------------------------
+
+    def calculate_and_set_hb_timeouts(self, skip_if_not_ready: bool = False) -> bool:
+        """Calculate the heartbeat time-outs from what all ranks have measured, and enforce them.
+
+        Every rank must call it at the same point. Later cycles, and later jobs with the same run directory,
+        begin with the calculated values.
+
+        Args:
+            skip_if_not_ready: return False, on every rank, where an error would be raised.
+
+        Returns:
+            True if the time-outs were set. False without a monitor.
+
+        Raises:
+            RankMonitorClientError: no rank has sent two heartbeats yet, or there is no process group.
+        """
+        self._require_initialized("calculate_and_set_hb_timeouts")
+
+        def calculate(merged: Maxima, factor: float) -> None:
+            self._set_timeouts(calculate_heartbeat(merged, self.hb_timeouts, factor), self.section_timeouts)
+
+        return self._calculate(calculate, skip_if_not_ready)
+
+    def calculate_and_set_section_timeouts(
+        self,
+        selected_sections: Collection[str] | None = None,
+        calc_out_of_section: bool = True,
+        skip_if_not_ready: bool = False,
+    ) -> bool:
+        """The same for sections.
+
+        Args:
+            selected_sections: whose time-outs; by default of all monitored sections.
+            calc_out_of_section: calculate the time-out outside of sections, too.
+            skip_if_not_ready: return False, on every rank, where an error would be raised.
+
+        Raises:
+            RankMonitorClientError: no rank has ended one of the sections yet, a section is not monitored, or
+                there is no process group.
+        """
+        self._require_initialized("calculate_and_set_section_timeouts")
+
+        def calculate(merged: Maxima, factor: float) -> None:
+            sections = calculate_sections(
+                merged, self.section_timeouts, factor, selected_sections, calc_out_of_section
+            )
+            self._set_timeouts(self.hb_timeouts, sections)
+
+        return self._calculate(calculate, skip_if_not_ready)
+
+    def _calculate(self, calculate: Callable[[Maxima, float], None], skip_if_not_ready: bool) -> bool:
+        if self._monitoring is None:
+            return False
+        from nvrx_slurm.fault_tolerance.collective import maximum_over_ranks
+
+        try:
+            merged = Maxima.from_list(maximum_over_ranks(self._meter.maxima(_clock()).to_list()))
+            calculate(merged, self._monitoring.safety_factor)
+        except NotEnoughDataError as error:
+            # Known after the reduction only, so that every rank comes to the same result.
+            if skip_if_not_ready:
+                return False
+            raise RankMonitorClientError(f"time-outs cannot be calculated yet: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise RankMonitorClientError(f"time-outs cannot be calculated: {error}") from error
+        return True
+
+    def _set_timeouts(self, heartbeat: HeartbeatTimeouts, section: SectionTimeouts) -> None:
+        self.hb_timeouts, self.section_timeouts = heartbeat, section
+        if self._page is None:
+            return
+        self._page.set_timeouts(heartbeat, section)
+        for name in self._warmup:
+            if self._monitoring is not None:
+                self._page.set_section_timeout(self._slots[name], self._monitoring.warmup[name])
+        self._tell(
+            rank_channel.TimeoutsChanged(
+                rank=self._rank, cycle=self._cycle, heartbeat=heartbeat, section=section
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the calculated time-outs as plain values, the same on all ranks; for a checkpoint."""
+        return to_state(self.hb_timeouts, self.section_timeouts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Enforce the time-outs of an earlier ``state_dict``; before ``init_workload_monitoring``: from then.
+
+        Raises:
+            RankMonitorClientError: it is none.
+        """
+        monitoring = self._monitoring or Monitoring(heartbeat=HeartbeatTimeouts(), section=SectionTimeouts())
+        current = msgspec.structs.replace(
+            monitoring, heartbeat=self.hb_timeouts, section=self.section_timeouts
+        )
+        try:
+            loaded = with_state(current, state_dict)
+        except ValueError as error:
+            raise RankMonitorClientError(str(error)) from error
+        if self._monitoring is None:
+            self._loaded_state = dict(state_dict)
+        else:
+            self._set_timeouts(loaded.heartbeat, loaded.section)
+
+    # --- the rest ------------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
         """Tell whether the job was asked to stop soon (time limit near, preemption).
@@ -129,6 +379,7 @@ class RankMonitorClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self._slots, self._warmup, self._monitoring = {}, {}, None
         self._initialized = False
 
     def _report_checkpoint(self, what: CheckpointEvent, step: int, layer: str) -> None:

@@ -112,6 +112,15 @@ class Progress(Event, frozen=True, tag="progress"):
     step: int
 
 
+class TimeoutsCalculated(Event, frozen=True, tag="timeouts_calculated"):
+    """What the ranks are held to from now on, in seconds."""
+
+    initial: float | None
+    subsequent: float | None
+    section: dict[str, float | None] = {}
+    out_of_section: float | None = None
+
+
 class CheckpointSaved(Event, frozen=True, tag="checkpoint_saved"):
     step: int
     layer: str
@@ -193,6 +202,7 @@ AnyEvent = (
     | RankReady
     | FirstStep
     | Progress
+    | TimeoutsCalculated
     | CheckpointSaved
     | CheckpointLoaded
     | FaultDetected

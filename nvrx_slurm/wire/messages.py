@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
+from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
 PROTOCOL_VERSION = 1
 
@@ -43,15 +44,6 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str
 
 
-class HeartbeatTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Deadlines in seconds; None switches one off."""
-
-    initial_s: float | None
-    """From ``init_workload_monitoring`` to the first heartbeat."""
-    subsequent_s: float | None
-    """Between heartbeats."""
-
-
 class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent can tell about one of its ranks without asking the rank."""
 
@@ -59,7 +51,7 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     heartbeats: int
     """Since the start of the cycle."""
     age_s: float
-    """Since the last heartbeat or, before the first, since monitoring began."""
+    """Since its last heartbeat or section or, before the first, since monitoring began."""
     process_state: str
     """Letter of ``/proc/<pid>/stat`` (proc(5)); empty when the process is gone."""
     monitored: bool
@@ -108,13 +100,15 @@ class RankExited(Message, frozen=True):
 
 
 class RankStalled(Message, frozen=True):
-    """A heartbeat deadline has passed."""
+    """A deadline has passed."""
 
     cycle: int
     rank: int
     timeout_s: float
     snapshots: list[RankSnapshot]
     """All ranks of the node."""
+    why: str = ""
+    """Which deadlines, as one clause."""
 
 
 class Snapshots(Message, frozen=True):
@@ -152,6 +146,14 @@ class CheckpointReport(Message, frozen=True):
     layer: str
 
 
+class TimeoutsCalculated(Message, frozen=True):
+    """A rank enforces these from now on, and later cycles should begin with them."""
+
+    cycle: int
+    heartbeat: HeartbeatTimeouts
+    section: SectionTimeouts
+
+
 class WorkersGone(Message, frozen=True):
     """No process of the cycle is left on this node."""
 
@@ -178,6 +180,7 @@ AgentMessage = (
     | RanksStepping
     | StepReached
     | CheckpointReport
+    | TimeoutsCalculated
     | WorkersGone
     | Leaving
 )
@@ -196,7 +199,6 @@ class Welcome(Message, frozen=True):
     """As given by the user: a number, ``auto``, ``gpu`` or ``cpu``."""
     warm_start: bool
     max_restarts: int
-    timeouts: HeartbeatTimeouts
     stop_timeout_s: float
     """SIGTERM to SIGKILL."""
 
@@ -215,6 +217,7 @@ class StartWorkers(Message, frozen=True):
     world_size: int
     master_addr: str
     master_port: int
+    monitoring: Monitoring
 
 
 class StopWorkers(Message, frozen=True):

@@ -1,8 +1,12 @@
 """A rank's heartbeat page: one memory-mapped file that the rank writes and its agent reads.
 
-A heartbeat is three eight-byte stores, no system call and no reply. Stores of an aligned word are not torn on
-the machines that this runs on; the time stamp is written last, so a reader that sees it sees the rest.
-All times are CLOCK_MONOTONIC nanoseconds, one clock for every process of a node (clock_gettime(2)).
+A heartbeat is three eight-byte stores, opening or closing a section one or two; no system call, no reply.
+Stores of an aligned word are not torn on the machines that this runs on; a time stamp is written last, so a
+reader that sees it sees the rest. All times are CLOCK_MONOTONIC nanoseconds, one clock for every process of a
+node (clock_gettime(2)); 0 stands for "not now", and as a time-out for "none".
+
+The page holds the time-outs too, so what the agent enforces is what the page says at that moment. Sections
+have numbers here: their position in the configuration, which rank and agent both know.
 """
 
 from __future__ import annotations
@@ -10,16 +14,20 @@ from __future__ import annotations
 import enum
 import mmap
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from nvrx_slurm.wire.timeouts import MAX_SECTIONS, HeartbeatTimeouts, SectionTimeouts
 
 PAGE_BYTES = 4096
 PAGE_VARIABLE = "NVRX_HEARTBEAT_PAGE"
 """Environment variable with the page's path."""
 
-_MAGIC = 0x31_6761_7078_7276_6E  # "nvrxpag1", little endian
+_MAGIC = 0x32_6761_7078_7276_6E  # "nvrxpag2", little endian
 _NO_STEP = -1
+_FIRST_SLOT = 16
+"""Word of the first section's slot; a slot is two words: opened at, time-out."""
+assert (_FIRST_SLOT + 2 * MAX_SECTIONS) * 8 <= PAGE_BYTES
 
 
 class _Word(enum.IntEnum):
@@ -33,6 +41,18 @@ class _Word(enum.IntEnum):
     LAST_HEARTBEAT = 4
     STOP_REQUESTED = 5
     """Written by the agent."""
+    INITIAL_TIMEOUT = 6
+    SUBSEQUENT_TIMEOUT = 7
+    OUT_OF_SECTION_TIMEOUT = 8
+    OUT_OF_SECTION_SINCE = 9
+    """0 while a section is open."""
+
+
+@dataclass(frozen=True)
+class OpenSection:
+    slot: int
+    opened_ns: int
+    timeout_ns: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,12 @@ class PageReading:
     heartbeats: int
     step: int | None
     last_heartbeat_ns: int
+    initial_timeout_ns: int = 0
+    subsequent_timeout_ns: int = 0
+    out_of_section_timeout_ns: int = 0
+    out_of_section_since_ns: int = 0
+    sections: tuple[OpenSection, ...] = ()
+    """The open ones."""
 
     @property
     def monitored(self) -> bool:
@@ -50,8 +76,13 @@ class PageReading:
 
     @property
     def last_sign_ns(self) -> int:
-        """Last heartbeat or, before the first, the start of monitoring."""
-        return self.last_heartbeat_ns or self.monitored_since_ns
+        """Last heartbeat, opening of a section, or closing of the last open one; else the start."""
+        opened = max((section.opened_ns for section in self.sections), default=0)
+        return max(self.monitored_since_ns, self.last_heartbeat_ns, self.out_of_section_since_ns, opened)
+
+    @property
+    def has_used_sections(self) -> bool:
+        return self.out_of_section_since_ns != self.monitored_since_ns
 
 
 class HeartbeatPage:
@@ -105,21 +136,56 @@ class HeartbeatPage:
         self._words.release()
         self._mapping.close()
 
+    # --- both sides ----------------------------------------------------------------------------------
+
+    def set_timeouts(self, heartbeat: HeartbeatTimeouts, section: SectionTimeouts) -> None:
+        """Enforce these from now on."""
+        words = self._words
+        words[_Word.INITIAL_TIMEOUT] = _ns(heartbeat.initial)
+        words[_Word.SUBSEQUENT_TIMEOUT] = _ns(heartbeat.subsequent)
+        words[_Word.OUT_OF_SECTION_TIMEOUT] = _ns(section.out_of_section)
+        for slot, timeout in enumerate(section.section.values()):
+            self.set_section_timeout(slot, timeout)
+
     # --- rank side -----------------------------------------------------------------------------------
 
-    def start_monitoring(self) -> None:
+    def start_monitoring(self, now_ns: int) -> None:
+        self._close_all()
         self._words[_Word.LAST_HEARTBEAT] = 0
-        self._words[_Word.MONITORED_SINCE] = time.monotonic_ns()
+        self._words[_Word.OUT_OF_SECTION_SINCE] = now_ns
+        self._words[_Word.MONITORED_SINCE] = now_ns
 
     def stop_monitoring(self) -> None:
         self._words[_Word.MONITORED_SINCE] = 0
+        self._close_all()
 
-    def beat(self, step: int | None) -> None:
+    def _close_all(self) -> None:
+        for slot in range(MAX_SECTIONS):
+            self._words[_FIRST_SLOT + 2 * slot] = 0
+
+    def beat(self, step: int | None, now_ns: int) -> None:
         words = self._words
         words[2] += 1  # _Word.HEARTBEATS; an enum look-up would double the cost of a beat
         if step is not None:
             words[3] = step
-        words[4] = time.monotonic_ns()
+        words[4] = now_ns
+
+    def set_section_timeout(self, slot: int, timeout: float | None) -> None:
+        self._words[_FIRST_SLOT + 2 * slot + 1] = _ns(timeout)
+
+    def open_section(self, slot: int, now_ns: int, is_first: bool) -> None:
+        """Note that a section was opened, and whether none was open before."""
+        words = self._words
+        words[16 + 2 * slot] = now_ns
+        if is_first:
+            words[9] = 0
+
+    def close_section(self, slot: int, now_ns: int, is_last: bool) -> None:
+        """Note that a section was closed, and whether none is open now."""
+        words = self._words
+        if is_last:
+            words[9] = now_ns
+        words[16 + 2 * slot] = 0
 
     @property
     def stop_requested(self) -> bool:
@@ -130,12 +196,29 @@ class HeartbeatPage:
     def request_stop(self) -> None:
         self._words[_Word.STOP_REQUESTED] = 1
 
-    def read(self) -> PageReading:
-        last = self._words[_Word.LAST_HEARTBEAT]
-        step = self._words[_Word.STEP]
+    def read(self, sections: int = 0) -> PageReading:
+        """Return what the page says, the first ``sections`` slots included."""
+        words = self._words
+        # This before the slots: a section that is just being opened or closed then never looks like none.
+        out_since = words[_Word.OUT_OF_SECTION_SINCE]
+        opened = []
+        for slot in range(sections):
+            since = words[_FIRST_SLOT + 2 * slot]
+            if since:
+                opened.append(OpenSection(slot, since, words[_FIRST_SLOT + 2 * slot + 1]))
+        step = words[_Word.STEP]
         return PageReading(
-            monitored_since_ns=self._words[_Word.MONITORED_SINCE],
-            heartbeats=self._words[_Word.HEARTBEATS],
+            monitored_since_ns=words[_Word.MONITORED_SINCE],
+            heartbeats=words[_Word.HEARTBEATS],
             step=None if step == _NO_STEP else step,
-            last_heartbeat_ns=last,
+            last_heartbeat_ns=words[_Word.LAST_HEARTBEAT],
+            initial_timeout_ns=words[_Word.INITIAL_TIMEOUT],
+            subsequent_timeout_ns=words[_Word.SUBSEQUENT_TIMEOUT],
+            out_of_section_timeout_ns=words[_Word.OUT_OF_SECTION_TIMEOUT],
+            out_of_section_since_ns=out_since,
+            sections=tuple(opened),
         )
+
+
+def _ns(seconds: float | None) -> int:
+    return 0 if seconds is None else max(1, int(seconds * 1e9))

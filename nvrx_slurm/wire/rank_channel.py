@@ -9,6 +9,8 @@ import enum
 
 import msgspec
 
+from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, SectionTimeouts
+
 SOCKET_VARIABLE = "NVRX_RANK_SOCKET"
 """Environment variable with the socket's path."""
 MAX_REQUEST_BYTES = 64 * 1024
@@ -40,7 +42,14 @@ class Checkpoint(Request, frozen=True):
     layer: str
 
 
-RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint
+class TimeoutsChanged(Request, frozen=True):
+    """The rank enforces other time-outs from now on; they are on its page already."""
+
+    heartbeat: HeartbeatTimeouts
+    section: SectionTimeouts
+
+
+RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | TimeoutsChanged
 
 encode_request = msgspec.json.Encoder().encode
 decode_request: msgspec.json.Decoder[RankRequest] = msgspec.json.Decoder(RankRequest)

@@ -1,0 +1,114 @@
+"""The options of hang detection, which every command that starts ranks has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from nvrx_slurm.cli.parameters import Duration
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_KEYS = {
+    "heartbeat_timeout": "rank_heartbeat_timeout",
+    "initial_heartbeat_timeout": "initial_rank_heartbeat_timeout",
+    "section_timeouts": "rank_section_timeouts",
+    "out_of_section_timeout": "rank_out_of_section_timeout",
+    "section_warmup_timeouts": "rank_section_warmup_timeouts",
+    "warmup_iterations": "num_warmup_iterations",
+    "safety_factor": "safety_factor",
+    "calc_timeouts": "calc_ft_timeouts",
+}
+"""Parameter to key of the configuration."""
+
+_OPTIONS = [
+    click.option(
+        "--heartbeat-timeout",
+        "--ft-rank-heartbeat-timeout",
+        type=Duration(or_none=True),
+        help="A rank that calls send_heartbeat and then is silent for this long is hung; none: never."
+        "  [default: 45m]",
+    ),
+    click.option(
+        "--initial-heartbeat-timeout",
+        "--ft-initial-rank-heartbeat-timeout",
+        type=Duration(or_none=True),
+        help="The same from init_workload_monitoring to the first heartbeat or section.  [default: 60m]",
+    ),
+    click.option(
+        "--section-timeouts",
+        "--ft-rank-section-timeouts",
+        metavar="NAME:TIME,…",
+        help="How long each section may stay open, as in step:30s,checkpoint:5m; none: measured, not limited."
+        "  [default: no section is monitored]",
+    ),
+    click.option(
+        "--out-of-section-timeout",
+        "--ft-rank-out-of-section-timeout",
+        type=Duration(or_none=True),
+        help="How long no section may be open; none: for ever.  [default: 60m with --section-timeouts]",
+    ),
+    click.option(
+        "--section-warmup-timeouts",
+        metavar="NAME:TIME,…",
+        help="Instead of a section's time-out when it is opened for the first times in a cycle.",
+    ),
+    click.option(
+        "--warmup-iterations",
+        type=click.IntRange(min=0),
+        help="How many times --section-warmup-timeouts are for.  [default: 5]",
+    ),
+    click.option(
+        "--safety-factor",
+        "--ft-safety-factor",
+        type=float,
+        help="Calculated time-outs are this times the longest that was measured.  [default: 5]",
+    ),
+    click.option(
+        "--calc-timeouts",
+        "--ft-calc-timeouts",
+        type=click.Choice(["on", "off"]),
+        help="Begin with the calculated time-outs of an earlier job with this run directory, and keep those "
+        "of this one.  [default: on]",
+    ),
+    click.option(
+        "--ft-config",
+        "--ft-cfg-path",
+        "ft_config",
+        type=click.Path(path_type=Path),
+        help="YAML file with a mapping fault_tolerance; options win over it.",
+    ),
+]
+
+
+def fault_tolerance_options(command: _F) -> _F:
+    """Add the options; ``command`` gets them as ``fault_tolerance``, a checked configuration."""
+
+    @functools.wraps(command)
+    def with_config(*args: Any, ft_config: Path | None, **kwargs: Any) -> Any:
+        from nvrx_slurm.fault_tolerance.config import ConfigError, build_config, read_config_file
+
+        given = {key: kwargs.pop(parameter) for parameter, key in _KEYS.items()}
+        context = click.get_current_context()
+        chosen: dict[str, object] = {
+            key: given[key]
+            for parameter, key in _KEYS.items()
+            if context.get_parameter_source(parameter) is not click.core.ParameterSource.DEFAULT
+        }
+        if "calc_ft_timeouts" in chosen:
+            chosen["calc_ft_timeouts"] = chosen["calc_ft_timeouts"] == "on"
+        try:
+            file = [] if ft_config is None else [(str(ft_config), read_config_file(ft_config))]
+            config = build_config(("command line", chosen), *file)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
+        return command(*args, fault_tolerance=config, **kwargs)
+
+    decorated: Any = with_config
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    return decorated  # type: ignore[no-any-return]
