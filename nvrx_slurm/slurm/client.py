@@ -224,6 +224,9 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=")
 
 
+_JOB_NAME = re.compile(r" JobName=.*(?= UserId=\S+\(\d+\) GroupId=)")
+
+
 def parse_fields(line: str) -> dict[str, str]:
     """Return the ``Key=value`` fields of one ``scontrol -o`` line; values may hold spaces."""
     matches = list(_FIELD.finditer(line))
@@ -238,12 +241,15 @@ def parse_job(text: str, job_id: str) -> Job:
     """Read ``scontrol -o show job``.
 
     Raises:
-        UnknownJobError: the text holds no job.
+        UnknownJobError: the text does not hold the job.
         HostlistError: the node list cannot be read.
     """
-    fields = parse_fields(text)
-    if "JobId" not in fields:
+    # Asked about the first task of a job array, or the leader of a heterogeneous job, Slurm tells of all.
+    line = next((line for line in text.splitlines() if line.startswith(f"JobId={job_id} ")), None)
+    if line is None:
         raise UnknownJobError(f"Slurm does not know job {job_id}")
+    # The name may hold anything, also what looks like fields; it is the only free text before what we need.
+    fields = parse_fields(_JOB_NAME.sub(" ", line, count=1))
 
     def present(name: str) -> str | None:
         value = fields.get(name, "")
