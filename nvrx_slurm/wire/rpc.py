@@ -23,25 +23,33 @@ TOKEN_VARIABLE = "NVRX_TOKEN"
 COORDINATOR_VARIABLE = "NVRX_COORDINATOR"
 FENCE_VARIABLE = "NVRX_FENCE"
 
-KEEPALIVE_INTERVAL_MS = 1000
-KEEPALIVE_TIMEOUT_MS = 3500
-"""A peer that is silent for the sum of both is lost: 4.5 s. A peer whose kernel answers is lost at once."""
+NODE_SILENCE_MS = (2000, 2500)
+"""Keep-alive of the Coordinator, interval and time-out: a node that is silent for the sum of both, 4.5 s, is
+lost. A node whose kernel answers is lost at once. Shorter intervals would load a large job's Coordinator."""
+COORDINATOR_SILENCE_MS = (5000, 3500)
+"""The same of an agent: a node that is cut off kills its ranks after 8.5 s."""
 
-_KEEPALIVE = [
-    ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-]
+
+def _keepalive(interval_and_timeout: tuple[int, int]) -> list[tuple[str, Any]]:
+    interval, timeout = interval_and_timeout
+    return [
+        ("grpc.keepalive_time_ms", interval),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
 CLIENT_OPTIONS: list[tuple[str, Any]] = [
-    *_KEEPALIVE,
+    *_keepalive(COORDINATOR_SILENCE_MS),
     # A site's proxy settings are not for the job's own network.
     ("grpc.enable_http_proxy", 0),
 ]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
-    *_KEEPALIVE,
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_INTERVAL_MS // 2),
+    *_keepalive(NODE_SILENCE_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", COORDINATOR_SILENCE_MS[0] // 2),
     ("grpc.http2.max_ping_strikes", 0),
     # Another server on this port would share our streams.
     ("grpc.so_reuseport", 0),
