@@ -10,6 +10,14 @@ from nvrx_slurm.slurm.client import (
     SlurmUnavailableError,
     UnknownJobError,
 )
+from nvrx_slurm.slurm.diagnosis import (
+    DiagnosisClient,
+    QueuedJob,
+    ScontrolDiagnosis,
+    SiteConfig,
+    SlurmRelease,
+    unavailable_nodes,
+)
 from nvrx_slurm.slurm.environment import JobEnvironment, NotInAllocationError, scrubbed_environment
 from nvrx_slurm.slurm.hostlist import HostlistError, compress_hostlist, expand_hostlist
 from nvrx_slurm.slurm.requeue import CannotRequeueError, RequeuePlan, plan_requeue, requeue
@@ -18,16 +26,21 @@ from nvrx_slurm.slurm.step import AgentStep
 __all__ = [
     "AgentStep",
     "CannotRequeueError",
+    "DiagnosisClient",
     "HostlistError",
     "Job",
     "JobEnvironment",
     "Node",
     "NotInAllocationError",
+    "QueuedJob",
     "RequeuePlan",
     "ScontrolClient",
+    "ScontrolDiagnosis",
+    "SiteConfig",
     "SlurmClient",
     "SlurmConfig",
     "SlurmRefusedError",
+    "SlurmRelease",
     "SlurmUnavailableError",
     "UnknownJobError",
     "compress_hostlist",
@@ -35,4 +48,5 @@ __all__ = [
     "plan_requeue",
     "requeue",
     "scrubbed_environment",
+    "unavailable_nodes",
 ]
