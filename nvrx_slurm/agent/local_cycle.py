@@ -9,6 +9,7 @@ from nvrx_slurm.agent.deadlines import Deadline
 from nvrx_slurm.agent.monitor import RankMonitors
 from nvrx_slurm.wire.messages import StartWorkers
 from nvrx_slurm.wire.page import HeartbeatPage
+from nvrx_slurm.wire.stacks import stacks_path
 
 
 class LocalCycle:
@@ -55,3 +56,4 @@ class LocalCycle:
         self.monitors.close()
         for path in self.page_paths.values():
             path.unlink(missing_ok=True)
+            stacks_path(path).unlink(missing_ok=True)

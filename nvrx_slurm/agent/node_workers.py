@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,18 +15,24 @@ from nvrx_slurm import linux
 from nvrx_slurm.agent import server_protocol
 from nvrx_slurm.agent.deadlines import Deadline
 from nvrx_slurm.agent.environment import rank_environment, server_environment
+from nvrx_slurm.agent.evidence import examine, find_py_spy
 from nvrx_slurm.agent.local_cycle import LocalCycle
+from nvrx_slurm.agent.oom import OomWatch
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.agent.rank_socket import RankSocket
 from nvrx_slurm.agent.server_protocol import RankSpec
 from nvrx_slurm.agent.workers import WorkerServerProcess
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
+from nvrx_slurm.wire.stacks import stacks_path
 
 _log = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 5.0
 _KILL_TIMEOUT_S = 5.0
 _MAX_REASONS = 4
+_EVIDENCE_S = 0.8
+_EVIDENCE_GRACE_S = 0.15
+"""Together below the second by which the search may delay the restart."""
 
 
 class NodeWorkers:
@@ -55,6 +62,8 @@ class NodeWorkers:
         self._environ = server_environment(environ, welcome, slots)
         self._output = output
         self._say = say
+        self._py_spy = find_py_spy(environ.get("PATH"))
+        self._oom = OomWatch()
         self._cycle: LocalCycle | None = None
         self._all_exited = asyncio.Event()
         self._cleared = asyncio.Event()
@@ -121,10 +130,13 @@ class NodeWorkers:
         self._tell_step(cycle)
         if self._recovering is None:
             self._cleared.clear()
-            self._server.signal_ranks(signal.SIGKILL, hung)
-            self._server.signal_ranks(signal.SIGTERM)
+            hung = [rank for rank in hung if rank in cycle.alive]
+            others = [rank for rank in cycle.alive if rank not in hung]
+            self._server.signal_ranks(signal.SIGTERM, others)
             # A rank that somebody has stopped hears SIGTERM only when it goes on.
-            self._server.signal_ranks(signal.SIGCONT)
+            self._server.signal_ranks(signal.SIGCONT, others)
+            await asyncio.gather(*(self._record_evidence(cycle, rank) for rank in hung))
+            self._server.signal_ranks(signal.SIGKILL, hung)
             if cycle.alive:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._all_exited.wait(), self._welcome.stop_timeout_s)
@@ -132,6 +144,41 @@ class NodeWorkers:
         await self._cleared.wait()
         self._tell_step(cycle)
         self._say(msg.WorkersGone(cycle=cycle.cycle))
+
+    async def _record_evidence(self, cycle: LocalCycle, rank: int) -> None:
+        """Tell the Coordinator what ``rank`` hangs in, if it can be found out in time."""
+        pid = cycle.monitors.pid_of(rank)
+        if pid is None:
+            return
+        began = time.monotonic_ns()
+        reading = cycle.monitors.read(rank)
+        examining = asyncio.get_running_loop().run_in_executor(
+            None, examine, pid, stacks_path(cycle.page_paths[rank]), self._py_spy, _EVIDENCE_S
+        )
+        try:
+            found = await asyncio.wait_for(examining, _EVIDENCE_S + _EVIDENCE_GRACE_S)
+        except asyncio.TimeoutError:
+            return
+        self._say(
+            msg.HangEvidence(
+                cycle=cycle.cycle,
+                rank=rank,
+                pid=pid,
+                heartbeats=reading.heartbeats,
+                silent_s=(began - reading.last_sign_ns) / 1e9,
+                sections={
+                    cycle.monitors.sections[section.slot]: (began - section.opened_ns) / 1e9
+                    for section in reading.sections
+                },
+                process_state=found.process_state,
+                wchan=found.wchan,
+                kernel_stack=found.kernel_stack,
+                source=found.source,
+                stacks=found.stacks,
+                note=found.note,
+                seconds=(time.monotonic_ns() - began) / 1e9,
+            )
+        )
 
     async def stop(self) -> None:
         """Stop the running cycle, if any, in good order."""
@@ -162,6 +209,7 @@ class NodeWorkers:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._server.wait(), _KILL_TIMEOUT_S)
         self._socket.close()
+        self._oom.close()
         if self._cycle is not None:
             self._cycle.close()
             self._cycle = None
@@ -175,6 +223,7 @@ class NodeWorkers:
                 self._recovering = asyncio.create_task(self._recover())
             case server_protocol.Started() if cycle is not None:
                 cycle.monitors.started(dict(zip(cycle.ranks, reply.pids, strict=True)))
+                self._oom.started(reply.pids)
                 self._say(
                     msg.WorkersStarted(
                         cycle=cycle.cycle,
@@ -196,8 +245,17 @@ class NodeWorkers:
     def _rank_exited(self, cycle: LocalCycle, rank: int, code: int, detail: str = "") -> None:
         cycle.monitors.forget(rank)
         cycle.alive.discard(rank)
+        pid = cycle.monitors.pid_of(rank)
+        killed = code == -signal.SIGKILL and pid is not None and not cycle.stopping
         self._say(
-            msg.RankExited(cycle=cycle.cycle, rank=rank, exit=code, after_stop=cycle.stopping, detail=detail)
+            msg.RankExited(
+                cycle=cycle.cycle,
+                rank=rank,
+                exit=code,
+                after_stop=cycle.stopping,
+                detail=detail,
+                oom=self._oom.evidence(pid) if killed and pid is not None else "",
+            )
         )
         if not cycle.alive:
             self._all_exited.set()
@@ -275,6 +333,7 @@ class NodeWorkers:
         """Off the restart path: a step number now and then, for reports."""
         while True:
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            self._oom.refresh()
             if self._cycle is not None:
                 self._tell_step(self._cycle)
 

@@ -35,6 +35,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
     rule = {
         FaultKind.NODE_LOST: "node-lost",
         FaultKind.HANG: "hang",
+        FaultKind.OOM: "out-of-memory",
         FaultKind.SIGNAL: "killed-by-signal",
         FaultKind.START: "start-failed",
         FaultKind.EXIT: "first-exit",
@@ -48,6 +49,8 @@ def _order(fault: FaultDetected) -> int:
             return 0
         case FaultKind.HANG:
             return 1
+        case FaultKind.OOM:
+            return 2
         case FaultKind.SIGNAL if fault.signal not in _CASCADE_SIGNALS:
             return 2
         case FaultKind.START:
@@ -64,6 +67,8 @@ def describe(fault: FaultDetected) -> str:
             text = f"node {fault.node} lost"
         case FaultKind.HANG:
             text = f"{where} hung"
+        case FaultKind.OOM:
+            text = f"{where} was killed because memory ran out"
         case FaultKind.SIGNAL:
             text = f"{where} was killed by {fault.signal}"
         case FaultKind.START:

@@ -26,6 +26,8 @@ def line_for(record: Record) -> str | None:
             return f"resumed from the {event.layer} checkpoint of step {event.step}"
         case journal.FaultDetected() as event:
             return f"FAULT: {describe(event)}"
+        case journal.HangEvidence() as event:
+            return f"what rank {event.rank} was doing: {event.file}"
         case journal.NodeLost() as event:
             return f"node {event.node} is gone: {event.why}"
         case journal.NodeExcluded() as event:

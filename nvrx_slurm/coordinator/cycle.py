@@ -222,6 +222,10 @@ class CycleMachine:
         started = self.phase in (*_AT_WORK, Phase.STOPPING)
         return started and node in self.active and self.members.is_connected(node)
 
+    def has_rank(self, node: str, rank: int) -> bool:
+        """Tell whether ``rank`` of the running cycle is on ``node``."""
+        return self._has_ranks(node) and rank in self._current.ranks_of(node)
+
     def _joined(self, event: NodeJoined) -> None:
         node, members = event.node, self.members
         if node not in members:
@@ -379,7 +383,7 @@ class CycleMachine:
         current = self._current
         if not current.is_alive(event.node, event.rank):
             return
-        current.note_stall(event.rank, event.timeout_s)
+        current.note_stall(event.rank, event.why or f"no heartbeat for {event.timeout_s:g} s")
         if self.phase is Phase.RUNNING:
             self.phase = Phase.DIAGNOSING
             current.begin_probe(self._here)

@@ -15,6 +15,7 @@ from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.cycle import EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
+from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
 from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
@@ -199,7 +200,7 @@ class JobRunner:
     def message(self, node: str, message: msg.AgentMessage) -> None:
         match message:
             case msg.RankExited() as m:
-                self._feed(steps.RankExited(node, m.cycle, m.rank, m.exit, m.after_stop, m.detail))
+                self._feed(steps.RankExited(node, m.cycle, m.rank, m.exit, m.after_stop, m.detail, m.oom))
             case msg.RankStalled() as m:
                 self._feed(steps.RankStalled(node, m.cycle, m.rank, m.timeout_s, tuple(m.snapshots), m.why))
             case msg.Snapshots() as m:
@@ -214,6 +215,9 @@ class JobRunner:
                 self._feed(steps.NodeStepping(node, m.cycle, m.step))
             case msg.Leaving() as m:
                 self._feed(steps.NodeLeaving(node, m.why, m.by_signal))
+            case msg.HangEvidence() as m:
+                if m.cycle == self._machine.cycle and self._machine.has_rank(node, m.rank):
+                    self._spawn(self._write_evidence(node, m))
             case msg.TimeoutsCalculated() as m:
                 if m.cycle == self._machine.cycle:
                     self._timeouts_calculated(node, m)
@@ -271,6 +275,15 @@ class JobRunner:
                 await loop.run_in_executor(None, save_ft_state, path, now.heartbeat, now.section)
             except OSError as error:
                 self._complain("calculated time-outs", error)
+
+    async def _write_evidence(self, node: str, m: msg.HangEvidence) -> None:
+        path = self._spec.run_dir.rank_stacks(m.cycle, m.rank)
+        loop = asyncio.get_running_loop()
+        self._record(evidence_event(node, m, str(path.relative_to(self._spec.run_dir.path))), m.cycle)
+        try:
+            await loop.run_in_executor(None, write_evidence, path, node, m)
+        except OSError as error:
+            self._complain("stacks of a hung rank", error)
 
     async def output(self, node: str, message: msg.LogMessage) -> None:
         await self._log_queue.put((node, message))

@@ -32,6 +32,9 @@ class RunDir:
     def rank_log(self, cycle: int, rank: int) -> Path:
         return self.cycle(cycle) / f"rank_{rank}.log"
 
+    def rank_stacks(self, cycle: int, rank: int) -> Path:
+        return self.cycle(cycle) / f"rank_{rank}.stacks"
+
     def merged_log(self, cycle: int) -> Path:
         return self.cycle(cycle) / "merged.log"
 

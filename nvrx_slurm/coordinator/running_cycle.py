@@ -30,8 +30,8 @@ class RunningCycle:
     stopping: set[str] = field(default_factory=set)
     """Nodes that have not stopped their workers yet."""
     stop_began: float = 0.0
-    _stalled: dict[int, float] = field(default_factory=dict)
-    """Ranks that missed a deadline, and by which time-out; the first comes first."""
+    _stalled: dict[int, str] = field(default_factory=dict)
+    """Ranks that missed a deadline, and which; the first comes first."""
     _snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
 
     @property
@@ -60,8 +60,8 @@ class RunningCycle:
 
     # --- hangs ---------------------------------------------------------------------------------------
 
-    def note_stall(self, rank: int, timeout_s: float) -> None:
-        self._stalled.setdefault(rank, timeout_s)
+    def note_stall(self, rank: int, why: str) -> None:
+        self._stalled.setdefault(rank, why)
 
     def begin_probe(self, nodes: Sequence[str]) -> None:
         """Forget old snapshots; wait for those of ``nodes``."""
@@ -86,7 +86,7 @@ class RunningCycle:
             node=self.nodes[rank // self.slots],
             rank=rank,
             detector="heartbeat",
-            detail=f"no heartbeat for {self._stalled[late[0]]:g} s; {why}",
+            detail=f"{self._stalled[late[0]]}; {why}",
         )
 
 
@@ -104,12 +104,13 @@ def exit_fault(event: RankExited) -> FaultDetected:
             name = signal.Signals(-event.exit).name
         except ValueError:
             name = f"signal {-event.exit}"
+    kind = FaultKind.EXIT if name is None else FaultKind.OOM if event.oom else FaultKind.SIGNAL
     return FaultDetected(
-        kind=FaultKind.EXIT if name is None else FaultKind.SIGNAL,
+        kind=kind,
         node=event.node,
         rank=event.rank,
         exit=event.exit if name is None else None,
         signal=name,
         detector="child",
-        detail=event.detail,
+        detail=event.oom or event.detail,
     )

@@ -79,6 +79,8 @@ class RankExited:
     """Negative: minus the signal's number."""
     after_stop: bool
     detail: str = ""
+    oom: str = ""
+    """What says that memory had run out; empty: nothing does."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
+from nvrx_slurm.fault_tolerance.stacks import StacksOnRequest
 from nvrx_slurm.fault_tolerance.timeouts import (
     IntervalMeter,
     Maxima,
@@ -83,6 +84,7 @@ class RankMonitorClient:
         """As they are enforced now."""
         self._page: HeartbeatPage | None = None
         self._socket: socket.socket | None = None
+        self._stacks: StacksOnRequest | None = None
         self._meter = IntervalMeter(0, 0)
         self._slots: dict[str, int] = {}
         self._warmup: dict[str, int] = {}
@@ -142,6 +144,7 @@ class RankMonitorClient:
         self._meter = IntervalMeter(len(self._slots), now)
         page.set_timeouts(self.hb_timeouts, self.section_timeouts)
         self._begin_warmup(page, monitoring, num_warmup_iters)
+        self._stacks = StacksOnRequest(page_path)
         page.start_monitoring(now)
         self._tell(rank_channel.MonitoringStarted(rank=self._rank, cycle=self._cycle))
         if self._loaded_state is not None:
@@ -376,6 +379,9 @@ class RankMonitorClient:
             self._page.stop_monitoring()
             self._page.close()
             self._page = None
+        if self._stacks is not None:
+            self._stacks.close()
+            self._stacks = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -22,8 +22,10 @@ class FaultKind(str, enum.Enum):
     """A rank exited with a non-zero code."""
     SIGNAL = "signal"
     """A rank was killed by a signal that was not ours."""
+    OOM = "oom"
+    """The kernel killed a rank because memory had run out."""
     HANG = "hang"
-    """A rank missed its heartbeat deadline."""
+    """A rank missed a deadline."""
     NODE_LOST = "node_lost"
     """A node's agent is gone: power, network, or the agent itself."""
     START = "start"
@@ -139,13 +141,40 @@ class FaultDetected(Event, frozen=True, tag="fault_detected"):
     kind: FaultKind
     node: str
     detector: str
-    """What saw it: ``child`` (exit status), ``heartbeat`` (deadline), ``stream`` (connection), ``start``."""
+    """What saw it: ``child`` (exit status), ``heartbeat`` (any deadline of a rank), ``stream`` (connection),
+    ``start``.
+    """
     rank: int | None = None
     exit: int | None = None
     signal: str | None = None
     """Name such as ``SIGKILL``."""
     detail: str = ""
     """One sentence of evidence."""
+
+
+class HangEvidence(Event, frozen=True, tag="hang_evidence"):
+    """What a hung rank was doing before it was killed; the whole is in ``file``."""
+
+    node: str
+    rank: int
+    pid: int
+    heartbeats: int
+    silent_s: float
+    """Since its last sign of life."""
+    sections: dict[str, float]
+    """The open ones, and for how many seconds they had been."""
+    process_state: str
+    """Letter as in ps(1): R runs, S sleeps, D is stuck in the kernel, T was stopped."""
+    seconds: float
+    """How long it took to find this out."""
+    file: str
+    """In the run directory."""
+    wchan: str = ""
+    source: str = ""
+    """Who wrote the stacks: ``py-spy``, ``faulthandler``; empty: there are none, and ``note`` says why."""
+    stacks: str = ""
+    """Their beginning."""
+    note: str = ""
 
 
 class StopRequested(Event, frozen=True, tag="stop_requested"):
@@ -206,6 +235,7 @@ AnyEvent = (
     | CheckpointSaved
     | CheckpointLoaded
     | FaultDetected
+    | HangEvidence
     | StopRequested
     | WorkersStopped
     | Verdict

@@ -6,7 +6,7 @@ from nvrx_slurm.journal import FaultDetected, FaultKind, Verdict, VerdictAction
 from nvrx_slurm.report.collect import CycleNotes
 from nvrx_slurm.report.model import Cause, SeenFault
 
-_OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.HANG)
+_OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM, FaultKind.HANG)
 
 
 def is_fault(cycle: CycleNotes, stop_at: float | None) -> bool:

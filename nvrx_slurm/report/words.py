@@ -96,6 +96,8 @@ def what_happened(fault: Cause | SeenFault) -> str:
             return "failed" if fault.exit is None else f"exit {fault.exit}"
         case FaultKind.SIGNAL:
             return clean(fault.signal) if fault.signal else "killed by a signal"
+        case FaultKind.OOM:
+            return "out of memory"
         case FaultKind.HANG:
             return "no heartbeat"
         case FaultKind.NODE_LOST:

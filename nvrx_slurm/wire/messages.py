@@ -97,6 +97,8 @@ class RankExited(Message, frozen=True):
     after_stop: bool
     """The agent had already begun to stop the cycle: a consequence, not a fault."""
     detail: str = ""
+    oom: str = ""
+    """What says that memory had run out; empty: nothing does."""
 
 
 class RankStalled(Message, frozen=True):
@@ -146,6 +148,28 @@ class CheckpointReport(Message, frozen=True):
     layer: str
 
 
+class HangEvidence(Message, frozen=True):
+    """What a hung rank was doing when it was about to be killed."""
+
+    cycle: int
+    rank: int
+    pid: int
+    heartbeats: int
+    silent_s: float
+    """Since its last sign of life."""
+    sections: dict[str, float]
+    """The open ones, and for how many seconds they have been."""
+    process_state: str
+    wchan: str
+    kernel_stack: str
+    source: str
+    """Who wrote the stacks; empty: nobody."""
+    stacks: str
+    note: str
+    seconds: float
+    """How long it took to find all this out."""
+
+
 class TimeoutsCalculated(Message, frozen=True):
     """A rank enforces these from now on, and later cycles should begin with them."""
 
@@ -180,6 +204,7 @@ AgentMessage = (
     | RanksStepping
     | StepReached
     | CheckpointReport
+    | HangEvidence
     | TimeoutsCalculated
     | WorkersGone
     | Leaving
