@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""How the Coordinator bears many nodes: a real one, over the real protocol, with simulated agents.
+
+python benchmarks/scale.py --help    Needs no root; each simulated agent is one TCP connection here.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import psutil
+from bench import document
+from bench.document import Document, Row
+from rich.console import Console
+
+from nvrx_slurm.journal import CycleStarted, FirstStep, JournalFollower, Record
+
+_COORDINATOR = Path(__file__).parent / "bench" / "scale" / "coordinator.py"
+_SPARES = 8
+_SLOTS = 8
+_SIZES = (64, 512, 2048, 8192)
+_QUICK_SIZES = (64, 1024)
+_BOUND_S = 120.0
+_STEADY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one job of one size showed."""
+
+    form_s: float
+    """From the first agent's start to the last agent's assignment."""
+    reform_s: float
+    """From the cut of one agent to the last assignment of the next cycle."""
+    steady_percent: float
+    """Of one core, by the Coordinator while nothing happens."""
+    rss_mib: float
+
+
+class TrialError(click.ClickException):
+    """A job of the benchmark did not do what it should; the message holds its last words."""
+
+
+class _Job:
+    def __init__(self, directory: Path, nodes: int) -> None:
+        self._output = directory / "output"
+        self._journal = JournalFollower(directory / "run" / "journal.jsonl")
+        self._journal_path = directory / "run" / "journal.jsonl"
+        self._records: list[Record] = []
+        command = [sys.executable, _COORDINATOR, directory / "run", str(nodes), str(_SPARES), str(_SLOTS)]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        self.coordinator = psutil.Process(self._process.pid)
+
+    def wait_for(self, kind: type, cycle: int) -> None:
+        def there() -> bool:
+            if self._journal_path.exists():
+                self._records += self._journal.read()
+            return any(r.cycle == cycle and isinstance(r.event, kind) for r in self._records)
+
+        self._wait(there, f"{kind.__name__} of cycle {cycle}")
+
+    def time_of(self, what: str, cycle: int | None = None) -> float:
+        """Return when the agents' process said ``what``."""
+        found: list[float] = []
+
+        def there() -> bool:
+            found.extend(
+                entry["t"]
+                for entry in self._said()
+                if entry["what"] == what and entry.get("cycle") in (cycle, None)
+            )
+            return bool(found)
+
+        self._wait(there, what)
+        return found[0]
+
+    def _said(self) -> Iterator[dict[str, float]]:
+        for line in self._output.read_text(errors="replace").splitlines():
+            start = line.find('{"what"')
+            if start >= 0:
+                yield json.loads(line[start:])
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _BOUND_S
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise TrialError(f"no {what}: {self._output.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+
+    def agents(self) -> psutil.Process:
+        return next(p for p in self.coordinator.children() if any("agents.py" in a for a in p.cmdline()))
+
+    def end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            for process in (*self.coordinator.children(recursive=True), self._process):
+                process.kill()
+
+
+def run_trial(nodes: int) -> Trial:
+    """Form a cycle of ``nodes``, watch it, lose one, form it again."""
+    with tempfile.TemporaryDirectory(prefix="nvrx-scale-") as directory:
+        job = _Job(Path(directory), nodes)
+        try:
+            job.wait_for(FirstStep, 0)
+            formed = job.time_of("assigned", 0) - job.time_of("begin")
+            rss = job.coordinator.memory_info().rss / 2**20
+            job.coordinator.cpu_percent()
+            time.sleep(_STEADY_S)
+            steady = job.coordinator.cpu_percent()
+            job.agents().send_signal(signal.SIGUSR1)
+            job.wait_for(CycleStarted, 1)
+            job.wait_for(FirstStep, 1)
+            reformed = job.time_of("assigned", 1) - job.time_of("cut")
+            return Trial(formed, reformed, steady, rss)
+        finally:
+            job.end()
+
+
+def rows_of(nodes: int, trials: list[Trial]) -> list[Row]:
+    """Return the rows of one size."""
+    case = f"{nodes}_nodes"
+    return [
+        document.summarize(case, document.OURS, metric, unit, values)
+        for metric, unit, values in (
+            ("form", "s", [t.form_s for t in trials]),
+            ("reform_after_a_loss", "s", [t.reform_s for t in trials]),
+            ("form_per_node", "ms", [t.form_s / nodes * 1000 for t in trials]),
+            ("reform_per_node", "ms", [t.reform_s / nodes * 1000 for t in trials]),
+            ("steady_cpu", "% of a core", [t.steady_percent for t in trials]),
+            ("coordinator_rss", "MiB", [t.rss_mib for t in trials]),
+        )
+    ]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--quick", is_flag=True, help="64 and 1024 nodes, one run each; within 60 s.")
+@click.option("--json", "as_json", is_flag=True, help="Print the document instead of the tables.")
+@click.option("--runs", type=click.IntRange(1, 50), default=1, show_default=True, help="Runs of each size.")
+@click.option("--nodes", type=click.IntRange(2, 100_000), multiple=True, help="Sizes.  [default: 64 … 8192]")
+def main(quick: bool, as_json: bool, runs: int, nodes: tuple[int, ...]) -> None:
+    """Measure forming, re-forming and idling of the Coordinator for growing jobs."""
+    sizes = nodes or (_QUICK_SIZES if quick else _SIZES)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * max(sizes) + 1000
+    if hard < needed:
+        raise click.UsageError(f"{max(sizes)} nodes need {needed} open files; ulimit -Hn allows {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    began, machine = document.now(), document.describe_machine()
+    progress = Console(stderr=True)
+    rows: list[Row] = []
+    for size in sizes:
+        progress.print(f"{size} nodes …")
+        rows += rows_of(size, [run_trial(size) for _ in range(1 if quick else runs)])
+    result = Document("scale", machine, began, tuple(rows))
+    if as_json:
+        click.echo(result.to_json())
+    else:
+        titles = {f"{size}_nodes": f"{size} nodes x {_SLOTS} ranks" for size in sizes}
+        Console().print(document.render(result, titles))
+
+
+if __name__ == "__main__":
+    main()
