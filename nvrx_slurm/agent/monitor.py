@@ -116,6 +116,11 @@ class RankMonitors:
             )
         return taken
 
+    def stalled_s(self) -> float | None:
+        """Return the time since the last heartbeat of any rank; None if none ever sent one."""
+        last = max((page.read().last_heartbeat_ns for page in self._pages.values()), default=0)
+        return (time.monotonic_ns() - last) / 1e9 if last else None
+
     def lowest_step(self) -> int | None:
         """Return the lowest step of the ranks that report one."""
         steps = [reading.step for reading in (page.read() for page in self._pages.values())]

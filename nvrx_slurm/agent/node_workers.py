@@ -128,6 +128,7 @@ class NodeWorkers:
     async def _stop(self, cycle: LocalCycle, hung: Sequence[int]) -> None:
         """SIGTERM; when all ranks have ended or the time is over, SIGKILL to what is left, orphans too."""
         self._tell_step(cycle)
+        stalled = cycle.monitors.stalled_s()
         if self._recovering is None:
             self._cleared.clear()
             hung = [rank for rank in hung if rank in cycle.alive]
@@ -143,7 +144,7 @@ class NodeWorkers:
             self._server.kill_everything()
         await self._cleared.wait()
         self._tell_step(cycle)
-        self._say(msg.WorkersGone(cycle=cycle.cycle))
+        self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled))
 
     async def _record_evidence(self, cycle: LocalCycle, rank: int) -> None:
         """Tell the Coordinator what ``rank`` hangs in, if it can be found out in time."""

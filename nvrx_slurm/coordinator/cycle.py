@@ -207,6 +207,8 @@ class CycleMachine:
             case NodeStepping():
                 self._node_stepping(event)
             case NodeStopped():
+                if self.phase is Phase.STOPPING:
+                    self._current.note_stalled(event.stalled_s)
                 self._node_stopped(event.node)
 
     def _do(self, *commands: Command) -> None:
@@ -439,6 +441,7 @@ class CycleMachine:
             journal.WorkersStopped(
                 nodes=len(self._here),
                 seconds=round(max(0.0, self._now - self._current.stop_began), 6),
+                stalled_s=self._current.stalled_s,
             )
         )
         if self._ending is not None:

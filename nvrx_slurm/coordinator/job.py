@@ -206,7 +206,7 @@ class JobRunner:
             case msg.Snapshots() as m:
                 self._feed(steps.SnapshotsTaken(node, m.cycle, tuple(m.snapshots)))
             case msg.WorkersGone() as m:
-                self._feed(steps.NodeStopped(node, m.cycle))
+                self._feed(steps.NodeStopped(node, m.cycle, m.stalled_s))
             case msg.StartFailed() as m:
                 self._feed(steps.StartFailed(node, m.cycle, m.why))
             case msg.RanksReady() as m:

@@ -30,6 +30,8 @@ class RunningCycle:
     stopping: set[str] = field(default_factory=set)
     """Nodes that have not stopped their workers yet."""
     stop_began: float = 0.0
+    stalled_s: float | None = None
+    """How long no rank had sent a heartbeat when the stop began, as far as its nodes have told."""
     _stalled: dict[int, str] = field(default_factory=dict)
     """Ranks that missed a deadline, and which; the first comes first."""
     _snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
@@ -50,6 +52,11 @@ class RunningCycle:
     def needs(self, node: str) -> bool:
         """Tell whether a rank on ``node`` has not finished."""
         return node in self.nodes and not self.finished.issuperset(self.ranks_of(node))
+
+    def note_stalled(self, stalled_s: float | None) -> None:
+        """Take one node's word; training stood still as long as the last heartbeat of any node is old."""
+        known = [seconds for seconds in (self.stalled_s, stalled_s) if seconds is not None]
+        self.stalled_s = min(known, default=None)
 
     def note_fault(self, fault: FaultDetected) -> bool:
         """Add ``fault``; False if it is a known one seen again."""

@@ -118,6 +118,8 @@ class NodeStepping:
 class NodeStopped:
     node: str
     cycle: int
+    stalled_s: float | None = None
+    """When it began to stop: since the last heartbeat of any of its ranks."""
 
 
 @dataclass(frozen=True)

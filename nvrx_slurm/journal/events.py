@@ -189,6 +189,9 @@ class WorkersStopped(Event, frozen=True, tag="workers_stopped"):
     nodes: int
     seconds: float
     """From the decision to stop until the last node had stopped."""
+    stalled_s: float | None = None
+    """When the stop began: since the last heartbeat of any rank that can still tell. None without heartbeats.
+    Training had stood still for that long before the fault was seen, less one step at most."""
 
 
 class Verdict(Event, frozen=True, tag="verdict"):

@@ -182,6 +182,8 @@ class WorkersGone(Message, frozen=True):
     """No process of the cycle is left on this node."""
 
     cycle: int
+    stalled_s: float | None = None
+    """When the stop began: since the last heartbeat of any rank of the node; None if there was none."""
 
 
 class Leaving(Message, frozen=True):
