@@ -14,7 +14,8 @@ venv=$clone/.venv
 stamp=$venv/.nvrx-setup
 policy_file=/usr/sbin/policy-rc.d
 systemd_mark=/run/systemd/system # exists where systemd runs
-debian_packages=(slurm-wlm slurm-wlm-basic-plugins munge iproute2)
+# procps (ps, pkill): part of every installed Debian, but not of its container images.
+debian_packages=(slurm-wlm slurm-wlm-basic-plugins munge iproute2 procps)
 debian_services=(munge slurmctld slurmd) # of the packages of the same names
 
 say() { echo "$program: $*"; }
