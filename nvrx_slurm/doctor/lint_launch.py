@@ -153,7 +153,8 @@ def job_times(file: BatchFile, launch: Launch) -> JobTimes:
     """Return the time-outs that the script sets."""
 
     def limit(name: str) -> float | None:
-        if not launch.knows(name):
+        by_file = "ft_config" in launch.given or "ft_config" in launch.open
+        if not launch.knows(name) or (by_file and name not in launch.given):
             return None
         value = launch.value(name, file.launcher)
         # nvrx-srun's "none" is no limit.

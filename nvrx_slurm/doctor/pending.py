@@ -62,7 +62,7 @@ def _resources(pending: Pending) -> Answer:
 
 
 def _priority(pending: Pending) -> Answer:
-    why = f"jobs with a higher priority come first in its partition{_expected(pending)}. Which: sprio, squeue -P"
+    why = f"jobs with a higher priority come first{_expected(pending)}. Which: sprio, squeue -P"
     return ok("Priority", why)
 
 
@@ -141,8 +141,8 @@ def _licenses(pending: Pending) -> Answer:
 
 
 def _quota(pending: Pending) -> Answer:
-    why = f"a limit of the account, user or QOS is reached{_expected(pending)}: it waits for jobs within it to end"
-    return ok(clean(pending.job.reason), f"{why}; sacctmgr show assoc, sacctmgr show qos")
+    why = "a limit of the account, user or QOS is reached: it waits for jobs within it to end"
+    return ok(clean(pending.job.reason), f"{why}{_expected(pending)}; sacctmgr show assoc, sacctmgr show qos")
 
 
 def _invalid_account(pending: Pending) -> Answer:

@@ -257,7 +257,7 @@ def prolog_flags(config: SiteConfig) -> Answer:
     )
 
 
-@CONFIG.rule("S17", "prolog and epilog time-out")
+@CONFIG.rule("S17", "prolog time-outs")
 def prolog_timeout(config: SiteConfig) -> Answer:
     split = [config.values[name] for name in ("PrologTimeout", "EpilogTimeout") if name in config.values]
     shown = split or [config.values[name] for name in ("PrologEpilogTimeout",) if name in config.values]

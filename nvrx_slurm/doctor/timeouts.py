@@ -18,6 +18,9 @@ class OwnTimes:
     """What this project fixes by itself."""
 
     keep_alive_s: float
+    """A node that is silent for this long is lost."""
+    cut_off_s: float
+    """A node that hears nothing for this long kills its own ranks."""
     stop_margin_s: float
     """A node must have stopped its ranks this long after ``--workers-stop-timeout``."""
 
@@ -57,7 +60,7 @@ class Timeout:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Time-outs of which each must be smaller than the next."""
+    """Time-outs of which each must be smaller than the next; only the last may be no limit."""
 
     title: str
     rungs: tuple[Timeout, ...]
@@ -73,8 +76,7 @@ def _compare(lower: Timeout, upper: Timeout) -> Answer:
     if lower.seconds is None or upper.seconds is None:
         return unknown(said)
     fits = lower.seconds < upper.seconds or (lower.may_equal and lower.seconds == upper.seconds)
-    # No limit above no limit: the next rung never acts either, but nothing is out of order.
-    if fits or (math.isinf(lower.seconds) and math.isinf(upper.seconds)):
+    if fits and not math.isinf(lower.seconds):
         return ok(said)
     return Answer(lower.gravity, said, lower.why, lower.fix)
 
@@ -114,15 +116,7 @@ def _hang(job: JobTimes) -> Ladder:
         why = "the rank's agent restarts all ranks before in-process restart could heal them"
         rungs.append(Timeout("T3", "in-process hard", job.hard_s, "--hard-timeout", why, fix))
     rungs += [
-        Timeout(
-            "T4",
-            "heartbeat",
-            job.heartbeat_s,
-            "--heartbeat-timeout",
-            "the first step, which compiles and loads, has less time than all others",
-            "raise --initial-heartbeat-timeout",
-            may_equal=True,
-        ),
+        _heartbeat(job),
         Timeout(
             "T5",
             "first heartbeat",
@@ -137,15 +131,32 @@ def _hang(job: JobTimes) -> Ladder:
     return Ladder("a rank hangs", tuple(rungs))
 
 
+def _heartbeat(job: JobTimes) -> Timeout:
+    why = "the first step, which compiles and loads, has less time than all others"
+    fix = "raise --initial-heartbeat-timeout"
+    if job.heartbeat_s is not None and math.isinf(job.heartbeat_s):
+        why, fix = "a rank that hangs later than at the start is never found", "--heartbeat-timeout 45m"
+    return Timeout("T4", "heartbeat", job.heartbeat_s, "--heartbeat-timeout", why, fix, may_equal=True)
+
+
 def _lost_node(own: OwnTimes, site: SiteConfig | None) -> Ladder:
-    why = "Slurm takes the node away before its loss is noticed in the job"
-    keep_alive = Timeout("T6", "keep-alive", own.keep_alive_s, "fixed", why, "slurm.conf: SlurmdTimeout=120")
-    return Ladder("a node is lost", (keep_alive, _of_site(site, "SlurmdTimeout", zero_is_none=True)))
+    lost = Timeout(
+        "T6",
+        "keep-alive",
+        own.keep_alive_s,
+        "fixed",
+        "a node kills its ranks before the job has noticed that it is lost",
+        "use one release of this package on all nodes",
+        may_equal=True,
+    )
+    why = "Slurm takes the node away before the job has noticed that it is lost"
+    cut_off = Timeout("T7", "cut-off node", own.cut_off_s, "fixed", why, "slurm.conf: SlurmdTimeout=120")
+    return Ladder("a node is lost", (lost, cut_off, _of_site(site, "SlurmdTimeout", zero_is_none=True)))
 
 
 def _stop(job: JobTimes, own: OwnTimes, site: SiteConfig | None) -> list[Ladder]:
     stop = Timeout(
-        "T7",
+        "T8",
         "SIGTERM to SIGKILL",
         job.workers_stop_s,
         "--workers-stop-timeout",
@@ -159,14 +170,14 @@ def _stop(job: JobTimes, own: OwnTimes, site: SiteConfig | None) -> list[Ladder]
     )
     at_end = replace(
         stop,
-        rule="T8",
+        rule="T9",
         why="scancel and the time limit kill ranks that are still saving",
         fix="lower --workers-stop-timeout; or slurm.conf: KillWait above it",
         gravity=Status.WARN,
     )
     kill_wait = replace(
         _of_site(site, "KillWait"),
-        rule="T9",
+        rule="T10",
         why="nodes are drained with 'Kill task failed' although their processes had time left to end",
         fix="slurm.conf: UnkillableStepTimeout=180",
         gravity=Status.PROBLEM,
@@ -177,7 +188,7 @@ def _stop(job: JobTimes, own: OwnTimes, site: SiteConfig | None) -> list[Ladder]
 
 def _time_limit(job: JobTimes) -> Ladder:
     stop = Timeout(
-        "T10",
+        "T11",
         "SIGTERM to SIGKILL",
         job.workers_stop_s,
         "--workers-stop-timeout",
@@ -186,7 +197,7 @@ def _time_limit(job: JobTimes) -> Ladder:
     )
     fix = "lower the seconds after @ in --signal, or raise --time"
     why = "the job is asked to stop as soon as it starts"
-    notice = Timeout("T11", "notice", job.signal_s, "--signal", why, fix, Status.PROBLEM)
+    notice = Timeout("T12", "notice", job.signal_s, "--signal", why, fix, Status.PROBLEM)
     limit = Timeout("", "time limit", job.time_limit_s, "--time")
     return Ladder("the time limit comes", (stop, notice, limit))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from nvrx_slurm.doctor.findings import Answer, Finding, Rules, ok, problem, unknown, warn
 from nvrx_slurm.doctor.pending import Pending, explain_reason
@@ -17,6 +19,7 @@ from nvrx_slurm.slurm import (
     SlurmUnavailableError,
 )
 
+Known = TypeVar("Known")
 DEFAULT_MAX_BATCH_REQUEUE = 5
 _LIMIT_EXCEEDED = "limit exceeded"
 _LAUNCH_FAILED = "launch failed"
@@ -48,11 +51,11 @@ def read_cases(client: DiagnosisClient, job_id: str, now: float) -> list[Case]:
     jobs = client.queued_jobs(job_id)
     config = _or_none(client.site_config)
     partitions = {job.partition for job in jobs}
-    nodes = {name: _or_none(lambda name=name: client.partition_nodes(name)) for name in partitions}  # type: ignore[misc]
+    nodes = {name: _or_none(partial(client.partition_nodes, name)) for name in partitions}
     return [Case(job, nodes[job.partition], config, now) for job in jobs]
 
 
-def _or_none(ask: Callable[[], object]) -> object:
+def _or_none(ask: Callable[[], Known]) -> Known | None:
     try:
         return ask()
     except SlurmUnavailableError:
@@ -98,8 +101,8 @@ def held(case: Case) -> Answer | None:
         return problem(
             clean(reason),
             "a node failed to start it (its prolog failed, most often), so Slurm requeued and held it; the "
-            f"node is drained, see: sinfo -R. After {count(case.max_batch_requeue, 'failed launch').replace('launchs', 'launches')} "
-            "only an operator can release it",
+            f"node is drained, see: sinfo -R. From failure {case.max_batch_requeue + 1} on, only an operator "
+            "can release it",
             release,
         )
     if "JobHeldAdmin" in reason:
@@ -229,7 +232,7 @@ def completing(case: Case) -> Answer | None:
     wait = "Slurm kills its processes (KillWait, then SIGKILL) and runs the epilog"
     dead = [n for n in slow if not n.usable]
     if dead:
-        why = f"{wait}; it waits for {node_list(n.name for n in dead)}, which do not answer, until SlurmdTimeout"
+        why = f"{wait}; it waits for {node_list(n.name for n in dead)}, silent, until SlurmdTimeout"
         return warn(f"completing{since}", why, "sinfo -R; an administrator can set such a node DOWN")
     on = f" on {node_list(n.name for n in slow)}" if slow else ""
     return ok(f"completing{since}{on}", wait)
@@ -270,7 +273,7 @@ _ENDS: dict[str, tuple[str, str]] = {
 _CODES: dict[int, str] = {
     1: "training failed, and nvrx-srun's restarts were used up",
     2: "nvrx-srun refused its options; see the job's output file",
-    75: "nvrx-srun asked to be started again, elsewhere or later, and nobody did so",
+    75: "it should be started again, elsewhere or later, and could not be requeued; see its output file",
 }
 
 

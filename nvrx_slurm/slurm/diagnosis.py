@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from nvrx_slurm.slurm.client import (
+    _JOB_NAME,
     Node,
     ScontrolClient,
     SlurmUnavailableError,
@@ -187,14 +188,16 @@ def parse_queued_jobs(text: str, job_id: str) -> list[QueuedJob]:
         UnknownJobError: the text holds no job.
         HostlistError: a node list cannot be read.
     """
-    records = [parse_fields(line) for line in text.splitlines()]
-    jobs = [_queued_job(fields) for fields in records if "JobId" in fields]
+    jobs = [_queued_job(line) for line in text.splitlines() if line.startswith("JobId=")]
     if not jobs:
         raise UnknownJobError(f"Slurm does not know job {job_id}")
     return jobs
 
 
-def _queued_job(fields: Mapping[str, str]) -> QueuedJob:
+def _queued_job(line: str) -> QueuedJob:
+    name = _JOB_NAME.search(line)
+    fields = parse_fields(_JOB_NAME.sub(" ", line, count=1))
+
     def present(name: str) -> str:
         value = fields.get(name, "")
         return "" if value in _NOTHING else value
@@ -209,7 +212,7 @@ def _queued_job(fields: Mapping[str, str]) -> QueuedJob:
     work_dir = present("WorkDir")
     return QueuedJob(
         job_id=_full_id(fields),
-        name=present("JobName"),
+        name=name.group().removeprefix(" JobName=") if name else "",
         user=present("UserId").partition("(")[0],
         state=fields.get("JobState", "UNKNOWN"),
         # A node list may hold underscores; it follows the first colon.
