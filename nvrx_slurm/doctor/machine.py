@@ -189,17 +189,12 @@ def py_spy(machine: Machine) -> Answer:
 
 @MACHINE.rule("M6", "control groups")
 def control_groups(machine: Machine) -> Answer:
-    match machine.cgroup_version:
-        case None:
-            return unknown("no hierarchy is mounted here")
-        case 1:
-            return warn(
-                "version 1",
-                "an out-of-memory kill cannot be told from another SIGKILL by memory.events",
-                "boot with systemd.unified_cgroup_hierarchy=1",
-            )
-        case version:
-            return ok(f"version {version}")
+    if machine.cgroup_version is None:
+        why = "only the kernel log can tell an out-of-memory kill from another SIGKILL, if it may be read"
+        return unknown(
+            "no hierarchy is mounted here", why, "mount /sys/fs/cgroup (container: --cgroupns=host)"
+        )
+    return ok(f"version {machine.cgroup_version}")
 
 
 @MACHINE.rule("M7", "/dev/shm")

@@ -1,0 +1,30 @@
+"""Slurm's commands, answered with text that a real one has printed."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+class FakeSlurmCommands:
+    """Runs nothing: pass it as ``run`` to a client of :mod:`nvrx_slurm.slurm`.
+
+    ``answers`` maps the beginning of a command line to what it prints; the longest that fits counts. An
+    exception there is raised. Every other command fails as one that Slurm does not know.
+    """
+
+    def __init__(self, answers: Mapping[str, str | Exception]) -> None:
+        self.answers = dict(answers)
+        self.asked: list[str] = []
+        """Every command line, in order."""
+
+    def __call__(self, argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        line = " ".join(argv)
+        self.asked.append(line)
+        fitting = [beginning for beginning in self.answers if line.startswith(beginning)]
+        if not fitting:
+            return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: error: Invalid job id specified\n")
+        answer = self.answers[max(fitting, key=len)]
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(argv, 0, answer, "")
