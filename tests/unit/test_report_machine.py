@@ -53,7 +53,7 @@ class Job:
         """Every node that is left says that its workers are gone."""
         cycle = self.machine.cycle
         for node in self.machine.active:
-            if node in self.machine.nodes:
+            if self.machine.members.is_connected(node):
                 self.feed(steps.NodeStopped(node, cycle), after=0.1)
 
     def report(self) -> JobReport:
