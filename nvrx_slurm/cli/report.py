@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nvrx_slurm.report.model import JobReport
     from nvrx_slurm.report.source import JournalSource
 
+_SLURM_TIMEOUT_S = 3.0
+"""A report does without an answer that takes longer."""
 _OVER_IN_SLURM = frozenset(
     [
         "BOOT_FAIL",
@@ -43,7 +45,7 @@ def _work_dir(job: str) -> Path | None:
     from nvrx_slurm.slurm import HostlistError, ScontrolClient, SlurmUnavailableError, UnknownJobError
 
     try:
-        return ScontrolClient().job(job).work_dir
+        return ScontrolClient(timeout_s=_SLURM_TIMEOUT_S).job(job).work_dir
     except (SlurmUnavailableError, UnknownJobError, HostlistError):
         return None
 
@@ -55,7 +57,7 @@ def _in_slurm(job: str) -> bool | None:
     if not job.isdecimal():
         return None
     try:
-        return ScontrolClient().job(job).state not in _OVER_IN_SLURM
+        return ScontrolClient(timeout_s=_SLURM_TIMEOUT_S).job(job).state not in _OVER_IN_SLURM
     except UnknownJobError:
         return False
     except (SlurmUnavailableError, HostlistError):

@@ -6,6 +6,7 @@ an error of its own and never means "gone" or "healthy".
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -141,13 +142,15 @@ class SlurmClient(Protocol):
 Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
 
-def _run(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _run(
+    argv: Sequence[str], environ: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         argv,
         env=dict(environ),
         capture_output=True,
         text=True,
-        timeout=COMMAND_TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
         start_new_session=True,
         stdin=subprocess.DEVNULL,
@@ -155,15 +158,27 @@ def _run(argv: Sequence[str], environ: Mapping[str, str]) -> subprocess.Complete
 
 
 class ScontrolClient:
-    """:class:`SlurmClient` over ``scontrol``, which is there wherever Slurm is."""
+    """:class:`SlurmClient` over ``scontrol``, which is there wherever Slurm is.
 
-    def __init__(self, environ: Mapping[str, str] | None = None, run: Run = _run) -> None:
+    Args:
+        environ: of the commands; this process's own unless given.
+        run: runs the commands instead; it keeps its own time-out.
+        timeout_s: a command that takes longer means that Slurm could not be asked.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        run: Run | None = None,
+        *,
+        timeout_s: float = COMMAND_TIMEOUT_S,
+    ) -> None:
         self._environ = {
             **(os.environ if environ is None else environ),
             "LC_ALL": "C",
             "SLURM_TIME_FORMAT": "%s",
         }
-        self._run = run
+        self._run = run or functools.partial(_run, timeout_s=timeout_s)
 
     def job(self, job_id: str) -> Job:
         return parse_job(self._scontrol("show", "job", job_id), job_id)

@@ -210,6 +210,12 @@ def test_an_order_that_slurm_refuses_says_so_in_slurms_words() -> None:
 def test_a_real_command_that_hangs_or_is_missing_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(SlurmUnavailableError, match="not installed"):
         ScontrolClient({"PATH": str(tmp_path)}).job("1")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nexec sleep 30\n")
+    scontrol.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with pytest.raises(SlurmUnavailableError, match=r"show job 1` did not answer in 0\.2 s"):
+        ScontrolClient(environ, timeout_s=0.2).job("1")
 
 
 # --- the fake ----------------------------------------------------------------------------------------
