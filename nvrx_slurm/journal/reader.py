@@ -57,13 +57,17 @@ def decode_line(line: bytes) -> Record | None:
 class JournalFollower:
     """Reads the complete lines that were added since the last call.
 
-    A line that a crash has torn is skipped and counted, for the file goes on after it.
+    A line that a crash has torn is skipped and counted, for the file goes on after it; so is an event that
+    this version does not know.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self.torn = 0
+        """Lines that are not whole."""
+        self.unknown = 0
+        """Events of a newer version."""
 
     def read(self) -> Iterator[Record]:
         """Yield new records.
@@ -86,7 +90,9 @@ class JournalFollower:
                     if line.strip():
                         self.torn += 1
                     continue
-                if record is not None:
+                if record is None:
+                    self.unknown += 1
+                else:
                     yield record
 
 
