@@ -35,6 +35,9 @@ def _keepalive(interval_and_timeout: tuple[int, int]) -> list[tuple[str, Any]]:
     return [
         ("grpc.keepalive_time_ms", interval),
         ("grpc.keepalive_timeout_ms", timeout),
+        # The time-out above became one of TCP alone (seen with grpcio 1.85): it does not notice a process
+        # that is stopped, for whom the kernel acknowledges. This one, for the ping's answer, is a minute else.
+        ("grpc.http2.ping_timeout_ms", timeout),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.bdp_probe", 0),

@@ -1,0 +1,523 @@
+"""A real Coordinator, real agents and real ranks on this machine: what breaks, and what comes of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+from harness import RANK, LocalJob, is_alive, until
+
+from nvrx_slurm import journal
+from nvrx_slurm.journal import FaultKind, VerdictAction
+
+Jobs = Callable[..., LocalJob]
+pytestmark = pytest.mark.timeout(90)
+COLD = ("--warm-start", "off")
+QUICK_STOP = ("--workers-stop-timeout", "300ms")
+
+
+def only(events: list[journal.FaultDetected]) -> journal.FaultDetected:
+    (event,) = events
+    return event
+
+
+def test_a_job_whose_ranks_all_exit_with_0_exits_with_0(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ['SLURMD_NODENAME']}")
+"""
+    )
+    run = job(script, *COLD, nodes=2)
+    assert run.run() == 0
+    for rank in range(4):
+        assert run.log(f"rank_{rank}") == f"rank {rank} of 4 on n{rank // 2 + 1}\n"
+    assert run.events(journal.JobEnded) == [journal.JobEnded(code=0, why="all 4 ranks exited with 0")]
+    assert run.events(journal.FaultDetected) == []
+    assert run.nothing_is_left()
+
+
+def test_a_rank_that_fails_once_restarts_all_and_the_job_succeeds(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+write(f"rank{rank}.cycle{cycle}")
+if cycle == 0:
+    if rank == 1:
+        sys.exit(3)
+    signal.pause()
+"""
+    )
+    run = job(script, *COLD, *QUICK_STOP, nodes=2)
+    assert run.run() == 0
+    fault = only(run.events(journal.FaultDetected))
+    assert (fault.kind, fault.node, fault.rank, fault.exit) == (FaultKind.EXIT, "n1", 1, 3)
+    assert [verdict.action for verdict in run.events(journal.Verdict)] == [VerdictAction.RESTART]
+    assert len(run.events(journal.CycleStarted)) == 2
+    assert all((run.root / f"rank{rank}.cycle1").exists() for rank in range(4))
+    assert run.nothing_is_left()
+
+
+def test_a_rank_that_always_fails_uses_up_the_budget(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+if rank == 1:
+    sys.exit(3)
+signal.pause()
+"""
+    )
+    run = job(script, *COLD, "--max-restarts", "2")
+    assert run.run() == 1
+    assert len(run.events(journal.CycleStarted)) == 3
+    ended = run.events(journal.JobEnded)[0]
+    assert ended.why == "restart budget of 2 used up: rank 1 on n1 exited with 3"
+    assert run.nothing_is_left()
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGTERM"])
+def test_a_rank_killed_by_a_signal_is_the_culprit(job: Jobs, name: str) -> None:
+    script = (
+        RANK
+        + """
+if cycle == 0:
+    write(f"ready{rank}")
+    signal.pause()
+"""
+    )
+    run = job(script, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0"), run.wait_for_file("ready1")
+    run.rank(1).send_signal(signal.Signals[name])
+    assert run.wait() == 0
+    fault = only(run.events(journal.FaultDetected))
+    assert (fault.kind, fault.rank, fault.signal) == (FaultKind.SIGNAL, 1, name)
+    assert run.nothing_is_left()
+
+
+def test_ranks_may_finish_at_different_times(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+if rank:
+    wait_for("go_on")
+"""
+    )
+    run = job(script, *COLD, nodes=2).start()
+    until("rank 0 has ended", lambda: run.has_started(0) and not run.ranks(0))
+    run.touch("go_on")
+    assert run.wait() == 0
+    assert run.events(journal.FaultDetected) == []
+
+
+# --- hangs -------------------------------------------------------------------------------------------
+
+TRAINS = (
+    RANK
+    + """
+from nvrx_slurm.fault_tolerance import RankMonitorClient
+
+client = RankMonitorClient()
+client.init_workload_monitoring()
+for step in range(3):
+    client.send_heartbeat(step=step)
+"""
+)
+SHORT = ("--heartbeat-timeout", "500ms", "--initial-heartbeat-timeout", "500ms")
+
+
+@pytest.mark.parametrize(
+    ("hangs", "evidence"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "its process is stopped"),
+        ("time.sleep(60)", "it is behind the others, with 3 heartbeats"),
+    ],
+)
+def test_a_rank_that_hangs_is_found_and_all_restart(job: Jobs, hangs: str, evidence: str) -> None:
+    script = (
+        TRAINS
+        + f"""
+if cycle == 0:
+    if rank == 2:
+        {hangs}
+    client.send_heartbeat(step=3)
+    signal.pause()
+client.shutdown_workload_monitoring()
+"""
+    )
+    run = job(script, *COLD, *SHORT, *QUICK_STOP, nodes=2)
+    assert run.run() == 0
+    fault = only(run.events(journal.FaultDetected))
+    assert (fault.kind, fault.node, fault.rank) == (FaultKind.HANG, "n2", 2)
+    assert fault.detail.endswith(evidence)
+    assert run.nothing_is_left()
+
+
+def test_a_rank_without_a_first_heartbeat_hangs_too(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+from nvrx_slurm.fault_tolerance import RankMonitorClient
+
+client = RankMonitorClient()
+client.init_workload_monitoring()
+if cycle == 0 and rank == 0:
+    time.sleep(60)
+client.send_heartbeat()
+client.shutdown_workload_monitoring()
+"""
+    )
+    run = job(script, *COLD, "--initial-heartbeat-timeout", "500ms")
+    assert run.run() == 0
+    assert only(run.events(journal.FaultDetected)).rank == 0
+
+
+def test_who_is_not_monitored_has_no_deadline(job: Jobs) -> None:
+    script = (
+        TRAINS
+        + """
+client.shutdown_workload_monitoring()
+time.sleep(1.2)
+"""
+    )
+    run = job(script, *COLD, *SHORT)
+    assert run.run() == 0
+    assert run.events(journal.FaultDetected) == []
+
+
+# --- stopping ----------------------------------------------------------------------------------------
+
+BREEDS = (
+    RANK
+    + """
+def spawn(*how):
+    subprocess.Popen([sys.executable, "-c", *how], stdin=subprocess.DEVNULL)
+
+sleeper = "import time; time.sleep(600)"
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+daemon = f"import os, time; os.setsid(); os.fork() and os._exit(0); os.fork() and os._exit(0); {deaf}"
+spawn(sleeper)
+spawn(deaf)
+spawn(daemon)
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+"""
+)
+
+
+def brood(run: LocalJob) -> list[psutil.Process]:
+    """The processes that a rank's children are, by what they run."""
+    return [p for p in run.processes() if "time.sleep(600)" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("warm", ["on", "off"])
+def test_nothing_that_a_rank_has_started_survives_the_restart_or_the_end(job: Jobs, warm: str) -> None:
+    script = (
+        BREEDS
+        + """
+write(f"bred{rank}.{cycle}")
+wait_for(f"fail{cycle}")
+sys.exit(1 if cycle == 0 else 0)
+"""
+    )
+    run = job(script, "--warm-start", warm, *QUICK_STOP, ranks=1).start()
+    run.wait_for_file("bred0.0")
+    until("three children", lambda: len(brood(run)) == 3)
+    first = brood(run)
+    run.touch("fail0")
+    run.wait_for_file("bred0.1")
+    assert not [process for process in first if is_alive(process)]
+    until("three children", lambda: len(brood(run)) == 3)
+    run.touch("fail1")
+    assert run.wait() == 0
+    assert run.nothing_is_left()
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_when_its_time_is_over(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+if cycle == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write(f"deaf{rank}")
+    if rank == 0:
+        wait_for("deaf1")
+        sys.exit(1)
+    while True:
+        time.sleep(60)
+"""
+    )
+    run = job(script, *COLD, "--workers-stop-timeout", "700ms")
+    assert run.run() == 0
+    (stopped,) = run.events(journal.WorkersStopped)
+    assert 0.7 <= stopped.seconds < 3
+    assert run.nothing_is_left()
+
+
+def test_a_rank_that_saves_on_sigterm_has_the_time_to(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+def save(*_):
+    time.sleep(0.3)
+    write(f"saved{rank}")
+    sys.exit(0)
+
+if cycle == 0:
+    signal.signal(signal.SIGTERM, save)
+    write(f"ready{rank}")
+    if rank == 0:
+        wait_for("ready1")
+        os._exit(1)
+    while True:
+        time.sleep(60)
+"""
+    )
+    run = job(script, *COLD)
+    assert run.run() == 0
+    assert (run.root / "saved1").exists()
+    (stopped,) = run.events(journal.WorkersStopped)
+    assert stopped.seconds < 5, "nobody waits longer than the last rank needs"
+
+
+# --- being asked to stop -----------------------------------------------------------------------------
+
+WAITS = (
+    RANK
+    + """
+write(f"ready{rank}.{cycle}")
+while True:
+    time.sleep(60)
+"""
+)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
+def test_a_signal_ends_the_job_and_everything_in_it(job: Jobs, name: str, code: int) -> None:
+    run = job(WAITS, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    run.signal(signal.Signals[name])
+    assert run.wait() == code
+    assert run.events(journal.StopRequested) == [journal.StopRequested(signal=name)]
+    assert run.nothing_is_left()
+
+
+def test_a_signal_before_the_first_cycle_ends_the_job(job: Jobs) -> None:
+    run = job(WAITS, *COLD, nodes=2, TEST_ABSENT_NODES="n2").start()
+    run.wait_for(journal.NodeJoined)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 143
+    assert run.nothing_is_left()
+
+
+def test_a_drain_lets_every_rank_save_and_asks_for_a_requeue(job: Jobs) -> None:
+    script = (
+        TRAINS
+        + """
+write(f"ready{rank}")
+while not client.should_stop():
+    client.send_heartbeat()
+    time.sleep(0.01)
+write(f"saved{rank}")
+client.shutdown_workload_monitoring()
+"""
+    )
+    run = job(script, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0"), run.wait_for_file("ready1")
+    run.signal(signal.SIGUSR2)
+    assert run.wait() == 75
+    assert (run.root / "saved0").exists()
+    assert (run.root / "saved1").exists()
+    assert run.nothing_is_left()
+
+
+def test_a_drain_that_comes_while_the_first_cycle_starts_is_not_forgotten(job: Jobs) -> None:
+    """The store is opened meanwhile, and no agent knows of the cycle yet."""
+    script = (
+        TRAINS
+        + """
+while not client.should_stop():
+    client.send_heartbeat()
+    time.sleep(0.01)
+client.shutdown_workload_monitoring()
+"""
+    )
+    run = job(script, *COLD, ranks=1, real_torch=True).start()
+    run.wait_for(journal.CycleStarted)
+    run.signal(signal.SIGUSR2)
+    assert run.wait() == 75
+    assert len(run.events(journal.WorkersStarted)) <= 1
+
+
+def test_a_cancelled_job_says_so_and_is_not_requeued(job: Jobs) -> None:
+    """scancel signals every agent, and then Slurm no longer says RUNNING."""
+    run = job(WAITS, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    (run.slurm / "state").write_text("COMPLETING\n")
+    run.running("stand_ins/srun").send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    assert run.events(journal.JobEnded)[0].why == "Slurm has ended the job: COMPLETING"
+    assert "requeuehold" not in (run.slurm / "calls").read_text()
+    assert run.nothing_is_left()
+
+
+def test_ranks_that_end_well_because_they_were_signalled_have_not_finished(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+write(f"ready{rank}")
+while True:
+    time.sleep(60)
+"""
+    )
+    run = job(script, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0"), run.wait_for_file("ready1")
+    (run.slurm / "state").write_text("CANCELLED\n")
+    run.running("stand_ins/srun").send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+
+
+# --- processes of ours that die ----------------------------------------------------------------------
+
+
+def test_a_dead_agent_is_a_lost_node_and_the_guardian_clears_up(job: Jobs) -> None:
+    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=3, ranks=1).start()
+    run.wait_for_file("ready2.0")
+    on_n3 = [p for p in run.processes() if p.environ().get("SLURMD_NODENAME") == "n3"]
+    run.named("nvrx-agent", "n3").kill()
+    assert run.wait() == 75
+    assert not [process for process in on_n3 if is_alive(process)]
+    (verdict,) = run.events(journal.Verdict)
+    assert (verdict.kind, verdict.node) == (FaultKind.NODE_LOST, "n3")
+    assert run.nothing_is_left()
+
+
+def test_a_spare_takes_the_place_of_a_dead_agent(job: Jobs) -> None:
+    script = WAITS.replace("while True", "while not cycle")
+    run = job(script, *COLD, "--spares", "1", nodes=3, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    started = time.monotonic()
+    run.named("nvrx-agent", "n1").kill()
+    second = run.wait_for(journal.CycleStarted, 2)
+    assert time.monotonic() - started < 5
+    assert second.nodes == ["n3", "n2"]
+    assert run.wait() == 0
+    assert run.nothing_is_left()
+
+
+def test_a_dead_guardian_takes_its_node_along_in_good_order(job: Jobs) -> None:
+    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    run.named("nvrx-guardian", "n2").kill()
+    assert run.wait() == 75
+    assert run.nothing_is_left()
+
+
+@pytest.mark.parametrize("warm", ["on", "off"])
+def test_a_dead_worker_server_is_replaced_on_the_same_node(job: Jobs, warm: str) -> None:
+    script = BREEDS + WAITS.replace("while True", "while not cycle")
+    run = job(script, "--warm-start", warm, *QUICK_STOP, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    run.named("nvrx-warm", "n2").kill()
+    assert run.wait() == 0
+    (verdict,) = run.events(journal.Verdict)
+    assert (verdict.kind, verdict.rank) == (FaultKind.SIGNAL, 1)
+    assert "worker server" in verdict.why
+    assert [started.nodes for started in run.events(journal.CycleStarted)] == [["n1", "n2"]] * 2
+    assert run.nothing_is_left()
+
+
+def test_nothing_survives_a_dead_coordinator(job: Jobs) -> None:
+    run = job(BREEDS + WAITS, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    run.signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert run.nothing_is_left()
+
+
+def test_a_job_goes_on_without_its_srun(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+write(f"ready{rank}")
+wait_for("go_on")
+"""
+    )
+    run = job(script, *COLD, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0"), run.wait_for_file("ready1")
+    srun = run.running("stand_ins/srun")
+    srun.kill()
+    until("srun has ended", lambda: not is_alive(srun))
+    run.touch("go_on")
+    assert run.wait() == 0
+    assert run.nothing_is_left()
+
+
+def test_a_dead_store_restarts_all_ranks_with_a_new_one(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+import torch.distributed as dist
+
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store.set(f"here{rank}", "yes")
+store.wait(["here0", "here1"])
+write(f"met{rank}.{cycle}", os.environ["MASTER_PORT"])
+while not cycle:
+    time.sleep(60)
+"""
+    )
+    run = job(script, *COLD, nodes=2, ranks=1, real_torch=True).start()
+    first = run.wait_for_file("met0.0"), run.wait_for_file("met1.0")
+    run.running("store_process").kill()
+    assert run.wait() == 0
+    second = run.wait_for_file("met0.1"), run.wait_for_file("met1.1")
+    assert first[0] == first[1]
+    assert second[0] == second[1] != first[0]
+    (verdict,) = run.events(journal.Verdict)
+    assert "rendezvous store" in verdict.why
+    assert run.nothing_is_left()
+
+
+# --- nodes that do not answer ------------------------------------------------------------------------
+
+
+def test_a_silent_node_is_lost_within_5_s_and_ends_its_ranks_when_it_wakes(job: Jobs) -> None:
+    script = (
+        BREEDS
+        + """
+write(f"ready{rank}.{cycle}")
+wait_for("go_on")
+"""
+    )
+    run = job(script, *COLD, "--spares", "1", *QUICK_STOP, nodes=3, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    agent = run.named("nvrx-agent", "n2")
+    on_n2 = [p for p in run.processes() if p.environ().get("SLURMD_NODENAME") == "n2"]
+    began = time.monotonic()
+    agent.suspend()
+    second = run.wait_for(journal.CycleStarted, 2, patience_s=10)
+    assert time.monotonic() - began < 5.5
+    assert second.nodes == ["n1", "n3"]
+    agent.resume()
+    until("n2 has cleared up", lambda: not [p for p in on_n2 if is_alive(p)], 10)
+    run.touch("go_on")
+    assert run.wait() == 0
+    (verdict,) = run.events(journal.Verdict)
+    assert (verdict.kind, verdict.node) == (FaultKind.NODE_LOST, "n2")
+    assert run.nothing_is_left()
+
+
+def test_a_silent_coordinator_is_given_up_by_its_agents(job: Jobs) -> None:
+    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=2, ranks=1).start()
+    run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
+    run.signal(signal.SIGSTOP)
+    until("only the Coordinator's own processes are left", lambda: len(run.processes()) <= 2, 15)
+    run.signal(signal.SIGCONT)
+    assert run.wait() == 75
+    assert run.nothing_is_left()
