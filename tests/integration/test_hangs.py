@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import BIN, HERE, Event, LocalJob
 
 from nvrx_slurm import linux
 from nvrx_slurm.agent.evidence import examine
@@ -21,17 +22,13 @@ from nvrx_slurm.journal import (
     FaultKind,
     FirstStep,
     HangEvidence,
-    JobEnded,
-    Record,
     TimeoutsCalculated,
-    Verdict,
     WorkersStopped,
-    read_journal,
 )
 
-LOCAL_JOB = Path(__file__).with_name("local_job.py")
+MakeJob = Callable[..., LocalJob]
 TIMEOUT_S = 0.5
-ANY_SIGN_S = 0.1
+PROMPTLY_S = 0.1
 
 # The ranks wait for each other once a step, as a collective would make them do. In cycle 0 rank 1 hangs.
 PREAMBLE = """
@@ -41,13 +38,12 @@ from nvrx_slurm.fault_tolerance import RankMonitorClient
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 cycle = os.environ["TORCHELASTIC_RESTART_COUNT"]
-meeting = Path(os.environ["NVRX_RUN_DIR"]) / "meeting"
-meeting.mkdir(exist_ok=True)
+meeting = Path(os.environ["TEST_FOLDER"])
 client = RankMonitorClient()
 
 def meet(step):
-    (meeting / f"{cycle}.{step}.{rank}").touch()
-    while sum(1 for r in range(world) if (meeting / f"{cycle}.{step}.{r}").exists()) < world:
+    (meeting / f"meet.{cycle}.{step}.{rank}").touch()
+    while sum(1 for r in range(world) if (meeting / f"meet.{cycle}.{step}.{r}").exists()) < world:
         time.sleep(0.002)
 
 def culprit(step):
@@ -84,49 +80,19 @@ client.shutdown_workload_monitoring()
 """
 
 
-class Outcome:
-    def __init__(self, run_dir: Path, code: int, output: str) -> None:
-        self.run_dir = run_dir
-        self.code = code
-        self.output = output
-        self.records = read_journal(run_dir / "journal.jsonl")
-
-    def all(self, kind: type) -> list[Record]:
-        return [record for record in self.records if isinstance(record.event, kind)]
-
-    def first(self, kind: type) -> Record:
-        found = self.all(kind)
-        assert found, f"no {kind.__name__}:\n{self.output}"
-        return found[0]
-
-    @property
-    def hung_at(self) -> float:
-        return float((self.run_dir / "meeting" / "hang").read_text())
+def first(job: LocalJob, kind: type[Event]) -> tuple[float, Event]:
+    for record in job.records:
+        if isinstance(record.event, kind):
+            return record.ts, record.event
+    raise AssertionError(f"no {kind.__name__}:\n{job.stderr}")
 
 
-def run(
-    tmp_path: Path, script: str, *options: str, nodes: int = 2, slots: int = 1, path: str = ""
-) -> Outcome:
-    file = tmp_path / "train.py"
-    file.write_text(PREAMBLE + script)
-    run_dir = tmp_path / "run"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("NVRX_", "SLURM_"))}
-    environ["PATH"] = path + environ["PATH"]
-    job = subprocess.Popen(
-        [sys.executable, str(LOCAL_JOB), str(run_dir), str(nodes), str(slots), str(file), *options],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=60)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGTERM)
-            job.communicate(timeout=30)
-    return Outcome(run_dir, job.returncode, output)
+def last(job: LocalJob, kind: type[Event], cycle: int) -> Event:
+    return [r.event for r in job.records if isinstance(r.event, kind) and r.cycle == cycle][-1]
+
+
+def hung_at(job: LocalJob) -> float:
+    return float((job.root / "hang").read_text())
 
 
 HANGS = {
@@ -139,36 +105,34 @@ HANGS = {
 
 
 @pytest.mark.parametrize("hang", HANGS)
-def test_a_hung_rank_is_found_in_time_its_stacks_are_kept_and_all_restart(tmp_path: Path, hang: str) -> None:
-    outcome = run(tmp_path, HEARTBEATS.format(hang=hang), f"rank_heartbeat_timeout={TIMEOUT_S}")
-    assert outcome.code == 0, outcome.output
+def test_a_hung_rank_is_found_in_time_its_stacks_are_kept_and_all_restart(job: MakeJob, hang: str) -> None:
+    script = PREAMBLE + HEARTBEATS.format(hang=hang)
+    it = job(script, "--heartbeat-timeout", f"{TIMEOUT_S}s", nodes=2, ranks=1)
+    assert it.run() == 0, it.stderr
 
-    fault = outcome.first(FaultDetected)
-    assert fault.event.kind is FaultKind.HANG
-    assert fault.event.detail.startswith(f"no heartbeat for {TIMEOUT_S} s; ")
-    assert fault.event.rank == 1
+    at, fault = first(it, FaultDetected)
+    assert (fault.kind, fault.rank) == (FaultKind.HANG, 1)
+    assert fault.detail.startswith(f"no heartbeat for {TIMEOUT_S} s; ")
     # The deadline ran from its last heartbeat, a moment before it hung.
-    assert -0.05 <= fault.ts - outcome.hung_at - TIMEOUT_S < ANY_SIGN_S
+    assert -0.05 <= at - hung_at(it) - TIMEOUT_S < PROMPTLY_S
 
-    found = outcome.first(HangEvidence).event
-    assert found.rank == 1
-    assert found.source == "faulthandler"
+    _, found = first(it, HangEvidence)
+    assert (found.rank, found.source, found.process_state) == (1, "faulthandler", HANGS[hang])
     assert found.seconds < 1
-    file = outcome.run_dir / found.file
-    assert found.file == f"cycles/0/rank_{found.rank}.stacks"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    text = file.read_text()
-    assert found.process_state == HANGS[hang]
-    assert f"in {hang}" in text
     assert hang in found.stacks
+    assert found.file == "cycles/0/rank_1.stacks"
+    file = it.run_dir / found.file
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert f"in {hang}" in file.read_text()
 
-    stopped = outcome.first(WorkersStopped)
-    assert stopped.ts - fault.ts < 1.5
-    assert len(outcome.all(CycleStarted)) == 2
-    assert outcome.first(JobEnded).event.code == 0
+    stopped, _ = first(it, WorkersStopped)
+    assert stopped - at < 1.5
+    assert len(it.events(CycleStarted)) == 2
 
 
-SECTIONS = """
+def test_an_outer_section_is_enforced_while_an_inner_one_is_open(job: MakeJob) -> None:
+    """W2 and W5, with processes; no section has a magic name, no heartbeat is ever sent."""
+    script = """
 client.init_workload_monitoring()
 if cycle == "0" and rank == 1:
     client.start_section("outer")
@@ -176,26 +140,18 @@ if cycle == "0" and rank == 1:
     note_hang()
     time.sleep(60)
 """
-
-
-def test_an_outer_section_is_enforced_while_an_inner_one_is_open(tmp_path: Path) -> None:
-    """W2 and W5, with processes; no section has a magic name, no heartbeat is ever sent."""
-    outcome = run(
-        tmp_path,
-        SECTIONS,
-        "rank_section_timeouts={outer: 0.4, inner: 50}",
-        "rank_out_of_section_timeout=40",
-    )
-    assert outcome.code == 0, outcome.output
-    fault = outcome.first(FaultDetected)
-    assert fault.event.detail.startswith("section 'outer' open for 0.4 s; ")
-    assert 0 <= fault.ts - outcome.hung_at - 0.4 < ANY_SIGN_S
-    found = outcome.first(HangEvidence).event
+    options = ("--ft-rank-section-timeouts", "outer:0.4,inner:50", "--ft-rank-out-of-section-timeout", "40")
+    it = job(PREAMBLE + script, *options)
+    assert it.run() == 0, it.stderr
+    at, fault = first(it, FaultDetected)
+    assert fault.detail.startswith("section 'outer' open for 0.4 s; ")
+    assert 0 <= at - hung_at(it) - 0.4 < PROMPTLY_S
+    _, found = first(it, HangEvidence)
     assert set(found.sections) == {"outer", "inner"}
     assert found.sections["outer"] >= 0.4
 
 
-def test_a_rank_outside_of_all_sections_for_too_long_is_hung(tmp_path: Path) -> None:
+def test_a_rank_outside_of_all_sections_for_too_long_is_hung(job: MakeJob, tmp_path: Path) -> None:
     script = """
 client.init_workload_monitoring()
 client.start_section("forward")
@@ -204,13 +160,36 @@ if cycle == "0":
     note_hang()
     time.sleep(60)
 """
-    outcome = run(
-        tmp_path, script, "rank_section_timeouts={forward: 9}", "rank_out_of_section_timeout=0.4", nodes=1
+    config = tmp_path / "ft.yaml"
+    config.write_text(
+        "plugins:\n- fault_tolerance:\n    rank_section_timeouts: {forward: 9}\n"
+        "    rank_out_of_section_timeout: 30\n"
     )
-    assert outcome.code == 0, outcome.output
-    fault = outcome.first(FaultDetected)
-    assert fault.event.detail.startswith("no section open for 0.4 s; ")
-    assert 0 <= fault.ts - outcome.hung_at - 0.4 < ANY_SIGN_S
+    options = ("--ft-cfg-path", str(config), "--ft-rank-out-of-section-timeout", "0.4")
+    it = job(PREAMBLE + script, *options, ranks=1)
+    assert it.run() == 0, it.stderr
+    at, fault = first(it, FaultDetected)
+    assert fault.detail.startswith("no section open for 0.4 s; ")
+    assert 0 <= at - hung_at(it) - 0.4 < PROMPTLY_S
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fault_tolerance: {rank_heartbeat_timout: 3}", "ft.yaml: unknown key 'rank_heartbeat_timout'"),
+        ("fault_tolerance: {rank_heartbeat_timeout: soon}", "ft.yaml: rank_heartbeat_timeout: 'soon'"),
+        ("other: 1", "ft.yaml: there is no mapping 'fault_tolerance'"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_before_anything_starts(
+    job: MakeJob, tmp_path: Path, text: str, says: str
+) -> None:
+    """W14: there it is passed over, and hangs are not looked for."""
+    (tmp_path / "ft.yaml").write_text(text)
+    it = job("", "--ft-cfg-path", str(tmp_path / "ft.yaml"))
+    assert it.run() == 2
+    assert says in it.stderr
+    assert not it.run_dir.exists()
 
 
 CALCULATING = """
@@ -236,67 +215,72 @@ client.shutdown_workload_monitoring()
 """
 
 
-def test_calculated_time_outs_are_merged_kept_and_hold_in_later_cycles_and_jobs(tmp_path: Path) -> None:
-    options = ["rank_section_timeouts={step: 60}", "safety_factor=10"]
-    outcome = run(tmp_path, CALCULATING, *options)
-    assert outcome.code == 0, outcome.output
-    calculated = outcome.first(TimeoutsCalculated).event
-    assert calculated.subsequent is not None
-    saved = json.loads((outcome.run_dir / "ft_state.json").read_text())
-    last = [r.event for r in outcome.all(TimeoutsCalculated)][-1]
-    assert saved["current_timeouts"]["heartbeat"]["subsequent"] == last.subsequent
-    assert stat.S_IMODE((outcome.run_dir / "ft_state.json").stat().st_mode) == 0o600
-    step = last.section["step"]
-    assert step is not None
-    assert 0.5 <= step < 5, "the slower rank decides, times the safety factor"
+def test_calculated_time_outs_are_merged_kept_and_hold_in_later_cycles_and_jobs(
+    job: MakeJob, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    options = ("--section-timeouts", "step:60", "--safety-factor", "10", "--run-dir", str(shared))
+
+    def run() -> LocalJob:
+        it = job(PREAMBLE + CALCULATING, *options, real_torch=True)
+        it.run_dir = shared
+        assert it.run(60) == 0, it.stderr
+        return it
 
     def began_with(cycle: int) -> tuple[str, str]:
-        log = (outcome.run_dir / f"cycles/{cycle}/rank_0.log").read_text()
-        words = log.split("begins with ")[1].split()
+        words = it.log("rank_0", cycle).split("begins with ")[1].split()
         return words[0], words[1]
 
+    it = run()
+    saved = json.loads((shared / "ft_state.json").read_text())["current_timeouts"]
+    assert stat.S_IMODE((shared / "ft_state.json").stat().st_mode) == 0o600
+    ended = last(it, TimeoutsCalculated, cycle=1)
+    assert saved["heartbeat"]["subsequent"] == ended.subsequent
+    assert saved["section"]["section"] == ended.section
+    assert 0.5 <= (ended.section["step"] or 0) < 5, "the slower rank decides, times the safety factor"
+
     assert began_with(0) == ("2700.0", "60.0")
-    in_cycle_0 = [r.event for r in outcome.all(TimeoutsCalculated) if r.cycle == 0][-1]
-    assert began_with(1) == (str(in_cycle_0.subsequent), str(in_cycle_0.section["step"]))
-    again = run(tmp_path, CALCULATING, *options)
-    assert again.code == 0, again.output
-    assert began_with(2) == (str(last.subsequent), str(step))
+    first_cycle = last(it, TimeoutsCalculated, cycle=0)
+    assert began_with(1) == (str(first_cycle.subsequent), str(first_cycle.section["step"]))
+    it = run()
+    assert began_with(2) == (str(ended.subsequent), str(ended.section["step"]))
+
+    (shared / "ft_state.json").write_text("{}")
+    refused = job("", *options)
+    assert refused.run() == 2
+    assert "ft_state.json: version None, 1 is accepted; remove it" in refused.stderr
 
 
-def test_a_job_whose_cycle_ends_before_the_first_heartbeat_goes_on(tmp_path: Path) -> None:
+def test_a_job_whose_cycle_ends_before_the_first_heartbeat_goes_on(job: MakeJob) -> None:
     """W1: there every later cycle fails at its first heartbeat."""
     script = """
+client.init_workload_monitoring()
 if cycle != "1":
-    client.init_workload_monitoring()
     client.send_heartbeat(step=1)
     meet(0)
-else:
-    client.init_workload_monitoring()
 if cycle in "01":
     time.sleep(0.1)
     sys.exit(3 if rank else 0)
 client.send_heartbeat(step=2)
 """
-    outcome = run(tmp_path, script)
-    assert outcome.code == 0, outcome.output
-    assert len(outcome.all(CycleStarted)) == 3
-    assert [r.cycle for r in outcome.all(FirstStep)] == [0, 2]
-    assert all(r.event.kind is FaultKind.EXIT for r in outcome.all(Verdict))
+    it = job(PREAMBLE + script)
+    assert it.run() == 0, it.stderr
+    assert len(it.events(CycleStarted)) == 3
+    assert [r.cycle for r in it.records if isinstance(r.event, FirstStep)] == [0, 2]
+    assert {fault.kind for fault in it.events(FaultDetected)} == {FaultKind.EXIT}
 
 
-def test_py_spy_is_asked_first_where_it_is_installed(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    tool = tools / "py-spy"
+def test_py_spy_is_asked_first_where_it_is_installed(job: MakeJob, tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "py-spy"
+    tool.parent.mkdir()
     tool.write_text('#!/bin/sh\necho "Process $3: stacks by py-spy"\n')
     tool.chmod(0o755)
-    outcome = run(
-        tmp_path,
-        HEARTBEATS.format(hang="hang_in_python"),
-        f"rank_heartbeat_timeout={TIMEOUT_S}",
-        path=f"{tools}:",
+    path = f"{tool.parent}:{HERE / 'stand_ins'}:{BIN}:{os.environ['PATH']}"
+    it = job(
+        PREAMBLE + HEARTBEATS.format(hang="hang_in_python"), "--heartbeat-timeout", f"{TIMEOUT_S}s", PATH=path
     )
-    found = outcome.first(HangEvidence).event
+    assert it.run() == 0, it.stderr
+    _, found = first(it, HangEvidence)
     assert (found.source, found.stacks.strip()) == ("py-spy", f"Process {found.pid}: stacks by py-spy")
 
 
@@ -304,7 +288,7 @@ def test_py_spy_is_asked_first_where_it_is_installed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def sleeper(tmp_path: Path):  # type: ignore[no-untyped-def]
+def sleeper() -> Iterator[Callable[..., int]]:
     script = (
         "import sys, time\nfrom pathlib import Path\n"
         "from nvrx_slurm.fault_tolerance.stacks import StacksOnRequest\n"
@@ -330,12 +314,14 @@ def sleeper(tmp_path: Path):  # type: ignore[no-untyped-def]
         process.stdout.close()
 
 
-def test_a_process_without_a_handler_is_not_killed_by_the_question(tmp_path: Path, sleeper) -> None:  # type: ignore[no-untyped-def]
+def test_a_process_without_a_handler_is_not_killed_by_the_question(
+    tmp_path: Path, sleeper: Callable[..., int]
+) -> None:
     pid = sleeper()
     found = examine(pid, tmp_path / "x.stacks", None, 0.5)
     assert (found.source, found.stacks) == ("", "")
     assert "no handler" in found.note
-    assert linux.process_state(pid) == "S"
+    assert linux.process_state(pid) in ("R", "S")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +333,7 @@ def test_a_process_without_a_handler_is_not_killed_by_the_question(tmp_path: Pat
 )
 def test_where_py_spy_fails_faulthandler_is_asked_in_the_time_that_is_left(
     tmp_path: Path,
-    sleeper,  # type: ignore[no-untyped-def]
+    sleeper: Callable[..., int],
     tool: str,
     note: str,
 ) -> None:
@@ -363,7 +349,9 @@ def test_where_py_spy_fails_faulthandler_is_asked_in_the_time_that_is_left(
     assert note in found.note
 
 
-def test_a_process_that_does_not_answer_costs_no_more_than_the_time_given(tmp_path: Path, sleeper) -> None:  # type: ignore[no-untyped-def]
+def test_a_process_that_does_not_answer_costs_no_more_than_the_time_given(
+    tmp_path: Path, sleeper: Callable[..., int]
+) -> None:
     pid = sleeper(str(tmp_path / "x.page"))
     began = time.monotonic()
     found = examine(pid, tmp_path / "elsewhere.stacks", None, 0.3)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import LocalJob
 
-from nvrx_slurm.journal import FaultDetected, FaultKind, Verdict, read_journal
+from nvrx_slurm.journal import FaultDetected, FaultKind, Verdict
 
-LOCAL_JOB = Path(__file__).with_name("local_job.py")
 LIMIT_BYTES = 1024**3
 SCRIPT = """
 import os, signal, sys
@@ -60,23 +57,18 @@ def limited() -> Iterator[Path]:
     folder.rmdir()
 
 
-@pytest.mark.timeout(180)
-def test_the_kernel_kills_a_rank_for_memory_then_somebody_kills_one(tmp_path: Path, limited: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(SCRIPT)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("NVRX_", "SLURM_"))}
-    argv = [sys.executable, str(LOCAL_JOB), str(tmp_path / "run"), "1", "2", str(file), "max_restarts=2"]
-    shell = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(limited / "cgroup.procs"), *argv]
-    done = subprocess.run(
-        shell, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
-    )
-    assert done.returncode == 1, done.stdout
-    records = read_journal(tmp_path / "run" / "journal.jsonl")
-    faults = {r.cycle: r.event for r in records if isinstance(r.event, FaultDetected)}
-    assert faults[0].kind is FaultKind.OOM, done.stdout
+def test_the_kernel_kills_a_rank_for_memory_then_somebody_kills_one(
+    job: Callable[..., LocalJob], limited: Path
+) -> None:
+    it = job(SCRIPT, "--max-restarts", "2").start()
+    # Before it starts its agents.
+    (limited / "cgroup.procs").write_text(str(it.running("nvrx-srun").pid))
+    assert it.wait() == 1, it.stderr
+    faults = {r.cycle: r.event for r in it.records if isinstance(r.event, FaultDetected)}
+    assert faults[0].kind is FaultKind.OOM, it.stderr
     assert f"cgroup {limited}" in faults[0].detail
-    assert faults[1].kind is FaultKind.SIGNAL
-    assert (faults[1].signal, faults[1].detail) == ("SIGKILL", "")
-    rules = {r.cycle: r.event.rule for r in records if isinstance(r.event, Verdict)}
+    assert (faults[1].kind, faults[1].signal, faults[1].detail) == (FaultKind.SIGNAL, "SIGKILL", "")
+    rules = {r.cycle: r.event.rule for r in it.records if isinstance(r.event, Verdict)}
     assert rules == {0: "out-of-memory", 1: "killed-by-signal", 2: "first-exit"}
-    assert "rank 0 on n0 was killed because memory ran out" in done.stdout
+    assert "rank 0 on n1 was killed because memory ran out" in it.stderr
+    assert it.nothing_is_left()
