@@ -35,8 +35,8 @@ def _keepalive(interval_and_timeout: tuple[int, int]) -> list[tuple[str, Any]]:
     return [
         ("grpc.keepalive_time_ms", interval),
         ("grpc.keepalive_timeout_ms", timeout),
-        # The time-out above became one of TCP alone (seen with grpcio 1.85): it does not notice a process
-        # that is stopped, for whom the kernel acknowledges. This one, for the ping's answer, is a minute else.
+        # The time-out above became one of TCP alone (seen with grpcio 1.85): a process that is stopped goes
+        # unnoticed, for the kernel acknowledges. This one is for the ping's answer; a minute by default.
         ("grpc.http2.ping_timeout_ms", timeout),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
