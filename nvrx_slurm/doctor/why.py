@@ -144,9 +144,10 @@ def enough_nodes(case: Case) -> Answer | None:
     excluded = [node.name for node in case.nodes if node.name in job.excluded_nodes]
     left = [node for node in usable if node.name not in job.excluded_nodes]
     all_left = len(case.nodes) - len(excluded)
+    out = len(usable) - len(left)
     sum_said = (
-        f"{len(usable)} usable of {len(case.nodes)} in {clean(job.partition)}, "
-        f"{len(usable) - len(left)} of them excluded: {len(left)} left, {job.num_nodes} needed"
+        f"{len(usable)} usable of {len(case.nodes)} in {clean(job.partition)}"
+        f"{f', {out} of them excluded' if out else ''}: {len(left)} left, {job.num_nodes} needed"
     )
     if len(left) >= job.num_nodes:
         return ok(sum_said)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 
+_NO_JOB = "Invalid job id specified"
+_NO_CONTROLLER = "Unable to contact slurm controller (connect failure)"
+
 
 class FakeSlurmCommands:
     """Runs nothing: pass it as ``run`` to a client of :mod:`nvrx_slurm.slurm`.
 
     ``answers`` maps the beginning of a command line to what it prints; the longest that fits counts. An
-    exception there is raised. Every other command fails as one that Slurm does not know.
+    exception there is raised. A job that is not there is unknown; to all
+    other questions the controller does not answer.
     """
 
     def __init__(self, answers: Mapping[str, str | Exception]) -> None:
@@ -23,7 +27,8 @@ class FakeSlurmCommands:
         self.asked.append(line)
         fitting = [beginning for beginning in self.answers if line.startswith(beginning)]
         if not fitting:
-            return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]}: error: Invalid job id specified\n")
+            why = _NO_JOB if "show job" in line else _NO_CONTROLLER
+            return subprocess.CompletedProcess(argv, 1, "", f"slurm_load error: {why}\n")
         answer = self.answers[max(fitting, key=len)]
         if isinstance(answer, Exception):
             raise answer
