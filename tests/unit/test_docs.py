@@ -12,7 +12,7 @@ import pytest
 
 CLONE = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [CLONE / "README.md", *sorted((CLONE / "docs").glob("*.md"))]
-_COMMAND = re.compile(r"nvrx-(srun|report|devcluster|quickstart)\b[^`\n|…]*")
+_COMMAND = re.compile(r"nvrx-(srun|report|devcluster|doctor|quickstart)\b[^`\n|…]*")
 
 
 def _shown() -> list[tuple[str, str]]:
