@@ -188,10 +188,9 @@ def lint(world: World, file: Path, as_json: bool) -> None:
 
         console = render.console()
         if findings:
-            console.print(render.lint_list(str(file), findings))
-        console.print(
-            render.summary(findings) if findings else f"{file}: nothing to complain about", markup=False
-        )
+            console.print(render.lint_list(str(file), findings), crop=False)
+        said = render.summary(findings) if findings else f"{file}: nothing to complain about"
+        console.print(said, markup=False, soft_wrap=True)
     sys.exit(code)
 
 
@@ -242,7 +241,7 @@ def _print_why(job_id: str, explained: Sequence[Explained], code: int, *, as_jso
 
     console = render.console()
     for job in explained:
-        console.print(render.explanation(job))
+        console.print(render.explanation(job), crop=False)
 
 
 def _print_unknown(job_id: str, why_not: str, *, as_json: bool) -> None:
@@ -257,7 +256,7 @@ def _print_unknown(job_id: str, why_not: str, *, as_json: bool) -> None:
     from nvrx_slurm.doctor import render
 
     headline = f"job {job_id}: nothing is known"
-    render.console().print(render.explanation(render.Explained(headline, [finding])))
+    render.console().print(render.explanation(render.Explained(headline, [finding])), crop=False)
 
 
 def _journal_says(job_id: str, work_dir: Path | None) -> Sequence[str]:

@@ -22,6 +22,11 @@ def _status(status: Status) -> Text:
     return Text(status.value, style=_STYLES[status])
 
 
+def _line(*parts: str | Text) -> Text:
+    """Return a line that is never broken, whatever the width, so that tools can read it."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+
+
 def _table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", expand=False)
 
@@ -79,7 +84,7 @@ def lint_list(name: str, findings: Iterable[Finding]) -> RenderableType:
     for finding in findings:
         answer = finding.answer
         place = f"{name}:{answer.line}" if answer.line is not None else name
-        head = Text.assemble(
+        head = _line(
             f"{clean(place)}: ",
             _status(finding.status),
             f" {finding.rule} {finding.about}: {clean(answer.read)}",
@@ -106,10 +111,10 @@ class Explained:
 
 def explanation(job: Explained) -> RenderableType:
     """Return what there is to say about one job."""
-    blocks: list[RenderableType] = [Text(clean(job.headline), style="bold")]
+    blocks: list[RenderableType] = [_line(Text(clean(job.headline), style="bold"))]
     for finding in job.findings:
         answer = finding.answer
-        head = Text.assemble("  ", _status(finding.status), f" {finding.about}: {clean(answer.read)}")
+        head = _line("  ", _status(finding.status), f" {finding.about}: {clean(answer.read)}")
         blocks.append(head)
         if answer.why or answer.fix:
             blocks.append(Padding(_advice(answer.why, answer.fix), (0, 0, 0, 4)))

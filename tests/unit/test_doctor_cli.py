@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,13 @@ def test_findings_are_shown_by_line_with_what_to_do(tmp_path: Path) -> None:
     assert found["findings"][-1]["text"] == "nvrx-srun --spares 4 train.py | tee log"
 
 
+def test_a_finding_s_place_is_never_broken_into_two_lines(tmp_path: Path) -> None:
+    script = tmp_path / ("a-long-name-" * 12 + ".sbatch")
+    script.write_text(Path(TEMPLATE).read_text().replace("--open-mode=append", "--open-mode=truncate"))
+    done = run("lint", str(script))
+    assert done.output.splitlines()[0] == f"{script}:12: problem L7 --open-mode: truncate"
+
+
 def test_warnings_alone_are_exit_code_0(tmp_path: Path) -> None:
     script = tmp_path / "train.sbatch"
     script.write_text(Path(TEMPLATE).read_text().replace("#SBATCH --requeue", "#"))
@@ -239,14 +246,17 @@ def test_no_command_imports_torch(arguments: list[str]) -> None:
 
 
 def test_help_takes_a_moment_only() -> None:
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    # Processor time, and the best of three: other tests run on this machine, too.
     took = []
     for _ in range(3):
-        begin = time.monotonic()
+        before = used()
         subprocess.run([*PYTHON, "--help"], capture_output=True, timeout=60, env=ENVIRON, check=True)
-        took.append(time.monotonic() - begin)
-        if took[-1] < 0.3:
-            return
-    pytest.fail(f"--help took {min(took):.2f} s at best")
+        took.append(used() - before)
+    assert min(took) < 0.3
 
 
 def test_every_rule_is_documented() -> None:
