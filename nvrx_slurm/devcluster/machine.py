@@ -179,7 +179,8 @@ def power_off(records: Iterable[Path]) -> None:
 def enter(machine: ProcessRecord, argv: Sequence[str], directory: str) -> list[str]:
     """The command line that runs ``argv`` inside the machine, in ``directory`` if that exists there."""
     go_there = 'cd -- "$0" 2>/dev/null || cd /; exec "$@"'
-    namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid")
+    # --root: where this whole machine is a chroot, its mount namespace begins outside of it.
+    namespaces = ("--mount", "--root", "--wdns=/", "--uts", "--ipc", "--net", "--pid")
     target = ("nsenter", "--target", str(machine.pid), *namespaces)
     return [*target, "--", "/bin/sh", "-c", go_there, directory, *argv]
 

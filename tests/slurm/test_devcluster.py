@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -285,6 +286,7 @@ def test_exec_runs_inside_the_node(cluster: DevCluster, shared: Path) -> None:
     script = "hostname; ps -e -o pid= | wc -l; ls /tmp /dev/shm; cat /sys/class/net/eth0/address; pwd"
     done = cluster.exec("n2", ["sh", "-c", script], cwd=shared, capture_output=True, text=True)
 
+    assert done.stderr == ""
     name, processes, *listing, address, directory = done.stdout.splitlines()
     assert name == "n2"
     assert int(processes) < 10
@@ -431,7 +433,7 @@ def test_slurm_sees_lost_nodes_down_and_gets_them_back(healthy: DevCluster) -> N
         states = slurm(healthy, "sinfo", "-h", "-N", "-n", "n2,n3", "-o", "%T").split()
         return states == ["down*", "down*"]
 
-    wait_for("n2 and n3 are DOWN in Slurm", both_down, 60)
+    wait_for("n2 and n3 are DOWN in Slurm", both_down, 80)
     healthy.restore_node("n3")
     healthy.restore_node("n2")
 
@@ -481,3 +483,22 @@ def test_nodes_see_a_directory_below_tmp_that_is_shared(other_name: str, tmp_pat
     assert other.exec("n1", ["cat", str(tmp_path / "file")], capture_output=True).stdout == b"shared"
     with pytest.raises(DevClusterError, match="its nodes do not see"):
         other.up(nodes=1, gpus_per_node=0, share=[tmp_path.parent])
+
+
+def test_exec_stays_inside_the_node_where_the_whole_machine_is_a_chroot(other_name: str) -> None:
+    root = tempfile.mkdtemp(dir="/var/tmp")
+    up = f"{COMMAND} up --name {other_name} --nodes 1 --gpus-per-node 0"
+    inside = f"{COMMAND} exec --name {other_name} 1 -- sh -c 'hostname; ls -d /local; ls -A /tmp'"
+    script = f"mount --rbind / {root} && exec chroot {root} sh -c {shlex.quote(f'{up} >&2 && {inside}')}"
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.rmdir(root)  # never recursively: the machine's own root was mounted here
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["n1", "/local"]
