@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nvrx_slurm.journal import NodeExcluded, NodeJoined, NodeLost, Record, VerdictAction
-from nvrx_slurm.report.cause import cause_of, ended_by_fault_at, is_fault
+from nvrx_slurm.journal import (
+    NodeExcluded,
+    NodeJoined,
+    NodeLost,
+    NotRequeued,
+    Record,
+    Requeued,
+    VerdictAction,
+)
+from nvrx_slurm.report.cause import cause_of, ended_by_fault_at, hang_found, is_fault
 from nvrx_slurm.report.collect import REQUEUE_CODE, AttemptNotes, CycleNotes, collect
 from nvrx_slurm.report.model import (
     AttemptReport,
@@ -17,11 +25,12 @@ from nvrx_slurm.report.model import (
     NodeOut,
     Phase,
     ReadState,
+    RequeueTaken,
     ResumeSource,
     Span,
     VerdictTaken,
 )
-from nvrx_slurm.report.recovery import recovery_after
+from nvrx_slurm.report.recovery import detect_seconds, recovery_after
 from nvrx_slurm.report.spans import Course, time_share, walk
 from nvrx_slurm.report.timeline import timeline
 
@@ -100,7 +109,7 @@ def _state(last: AttemptNotes, now: float, in_slurm: bool | None) -> JobState:
     match last.ended[1].code:
         case 0:
             return JobState.FINISHED
-        case code if code == REQUEUE_CODE:
+        case code if code == REQUEUE_CODE and _not_requeued(last) is None:
             return JobState.REQUEUE
         case _ if last.stop is not None and not any(is_fault(c, last.stop[0]) for c in last.cycles[-1:]):
             return JobState.STOPPED
@@ -120,7 +129,8 @@ def _courses(attempts: list[AttemptNotes]) -> list[Course]:
                 first = None
             step, source = _resumed(notes, trained=first is not None, tells_steps=tells_steps)
             last_step = _last_step(notes, step)
-            courses.append(Course(notes, attempt, end, ended_at, first, step, source, last_step))
+            detect = detect_seconds(notes, first, ended_at) if end is CycleEnd.FAULT else None
+            courses.append(Course(notes, attempt, end, ended_at, first, step, source, last_step, detect))
     return courses
 
 
@@ -201,6 +211,7 @@ def _cycle(
         stop_signal=course.attempt.stop[1].signal if stopped and course.attempt.stop else None,
         cause=cause,
         cascade=cascade,
+        evidence=tuple(map(hang_found, notes.evidence)),
         verdict=_verdict(notes),
         resumed_from=course.resumed_from,
         resumed_by=course.resumed_by,
@@ -237,7 +248,25 @@ def _attempt(index: int, attempts: list[AttemptNotes]) -> AttemptReport:
         nodes=tuple(notes.started.nodes) if notes.started else (),
         max_restarts=notes.started.max_restarts if notes.started else None,
         restarts=len(restarts),
+        requeued=_requeued(notes),
+        not_requeued=_not_requeued(notes),
     )
+
+
+def _requeued(notes: AttemptNotes) -> RequeueTaken | None:
+    match notes.requeue:
+        case (at, Requeued() as event):
+            return RequeueTaken(at, tuple(event.excluded), event.start_in_s, tuple(event.warnings))
+        case _:
+            return None
+
+
+def _not_requeued(notes: AttemptNotes) -> str | None:
+    match notes.requeue:
+        case (_, NotRequeued(why=why)):
+            return why
+        case _:
+            return None
 
 
 @dataclass

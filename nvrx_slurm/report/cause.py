@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from nvrx_slurm.journal import FaultDetected, FaultKind, Verdict, VerdictAction
+import re
+
+from nvrx_slurm.journal import FaultDetected, FaultKind, HangEvidence, Verdict, VerdictAction
 from nvrx_slurm.report.collect import CycleNotes
-from nvrx_slurm.report.model import Cause, SeenFault
+from nvrx_slurm.report.model import Cause, HangFound, SeenFault
 
 _OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM, FaultKind.HANG)
 
@@ -56,6 +58,38 @@ def seen_fault(at: float, event: FaultDetected) -> SeenFault:
         signal=event.signal,
         detail=event.detail,
     )
+
+
+def hang_found(event: HangEvidence) -> HangFound:
+    """Return ``event`` as a value of the report."""
+    return HangFound(
+        node=event.node,
+        rank=event.rank,
+        silent_s=event.silent_s,
+        sections=tuple(event.sections.items()),
+        process_state=event.process_state,
+        wchan=event.wchan,
+        frame=innermost_frame(event.stacks),
+        file=event.file,
+        note=event.note,
+    )
+
+
+_MAIN_THREAD = re.compile(r"^(?:Current thread 0x|Thread .*MainThread)")
+_FRAME_OF_PY_SPY = re.compile(r"^\s+(?P<what>\S.*?) \((?P<file>[^()]*):(?P<line>\d+)\)$")
+_FRAME_OF_FAULTHANDLER = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<what>.+)$')
+
+
+def innermost_frame(stacks: str) -> str | None:
+    """Return ``all_reduce (distributed_c10d.py:2501)`` for the main thread; None when no stack tells."""
+    lines = iter(stacks.splitlines())
+    if not any(_MAIN_THREAD.match(line) for line in lines):
+        return None
+    frame = next(lines, "")
+    match = _FRAME_OF_PY_SPY.match(frame) or _FRAME_OF_FAULTHANDLER.match(frame)
+    if match is None:
+        return None
+    return f"{match['what']} ({match['file'].rpartition('/')[2]}:{match['line']})"
 
 
 def _seen_as_cause(seen: FaultDetected) -> Cause:

@@ -11,11 +11,14 @@ from nvrx_slurm.journal import (
     CycleStarted,
     FaultDetected,
     FirstStep,
+    HangEvidence,
     JobEnded,
     JobStarted,
+    NotRequeued,
     Progress,
     RankReady,
     Record,
+    Requeued,
     StopRequested,
     Verdict,
     WorkersStarted,
@@ -35,14 +38,19 @@ class CycleNotes:
     cold: list[tuple[str, str]] = field(default_factory=list)
     ready_at: float | None = None
     first_step: tuple[float, FirstStep] | None = None
-    stopped_at: float | None = None
+    stopped: tuple[float, WorkersStopped] | None = None
     faults: list[tuple[float, FaultDetected]] = field(default_factory=list)
+    evidence: list[HangEvidence] = field(default_factory=list)
     verdict: tuple[float, Verdict] | None = None
     loads: list[tuple[float, CheckpointLoaded]] = field(default_factory=list)
     saves: list[tuple[float, int]] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
     """Steps reached, in the journal's order; lower after higher where a load took steps back."""
     last_at: float = 0.0
+
+    @property
+    def stopped_at(self) -> float | None:
+        return self.stopped[0] if self.stopped else None
 
 
 @dataclass(eq=False)
@@ -64,6 +72,7 @@ class AttemptNotes:
     cycles: list[CycleNotes] = field(default_factory=list)
     stop: tuple[float, StopRequested] | None = None
     ended: tuple[float, JobEnded] | None = None
+    requeue: tuple[float, Requeued | NotRequeued] | None = None
     last_at: float = 0.0
     entries: list[Entry] = field(default_factory=list)
 
@@ -117,7 +126,7 @@ def collect(records: Iterable[Record]) -> tuple[list[AttemptNotes], int]:
             at = clock.read(record)
             current = AttemptNotes(number=record.attempt, started_at=at)
             attempts.append(current)
-        elif current.ended is not None:
+        elif current.ended is not None and not isinstance(record.event, Requeued | NotRequeued):
             left_out += 1
             continue
         else:
@@ -138,6 +147,8 @@ def _note(attempt: AttemptNotes, at: float, record: Record) -> CycleNotes | None
             attempt.stop = attempt.stop or (at, event)
         case JobEnded() as event:
             attempt.ended = (at, event)
+        case Requeued() | NotRequeued() as event:
+            attempt.requeue = (at, event)
         case CycleStarted() as event:
             attempt.cycles.append(CycleNotes(record.cycle, started=(at, event)))
             return attempt.cycles[-1]
@@ -194,8 +205,10 @@ def _note_in_cycle(cycle: CycleNotes, at: float, record: Record) -> None:
                 cycle.steps.append((at, event.step))
         case FaultDetected() as event:
             cycle.faults.append((at, event))
-        case WorkersStopped():
-            cycle.stopped_at = cycle.stopped_at or at
+        case HangEvidence() as event:
+            cycle.evidence.append(event)
+        case WorkersStopped() as event:
+            cycle.stopped = cycle.stopped or (at, event)
         case Verdict() as event:
             cycle.verdict = (at, event)
         case _:

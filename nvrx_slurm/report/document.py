@@ -13,6 +13,7 @@ from nvrx_slurm.report.headline import closing, headline
 from nvrx_slurm.report.model import (
     AttemptReport,
     CycleReport,
+    HangFound,
     JobReport,
     Moment,
     NodeOut,
@@ -64,6 +65,7 @@ def document(report: JobReport) -> dict[str, Any]:
             "torn_lines": report.read.torn,
             "unfinished_line": report.read.unfinished,
             "skipped_events": report.read.fenced,
+            "unknown_events": report.read.unknown,
         },
     }
 
@@ -96,6 +98,15 @@ def _attempt(attempt: AttemptReport) -> dict[str, Any]:
         "nodes": list(attempt.nodes),
         "max_restarts": attempt.max_restarts,
         "restarts": attempt.restarts,
+        "requeued": None
+        if attempt.requeued is None
+        else {
+            "at": _rounded(attempt.requeued.at),
+            "excluded": list(attempt.requeued.excluded),
+            "start_in_s": attempt.requeued.start_in_s,
+            "warnings": list(attempt.requeued.warnings),
+        },
+        "not_requeued": attempt.not_requeued,
     }
 
 
@@ -128,6 +139,7 @@ def _cycle(cycle: CycleReport) -> dict[str, Any]:
             }
             for fault in cycle.cascade
         ],
+        "hang_evidence": [_evidence(found) for found in cycle.evidence],
         "verdict": None
         if cycle.verdict is None
         else {
@@ -143,6 +155,20 @@ def _cycle(cycle: CycleReport) -> dict[str, Any]:
         "trained_s": _rounded(cycle.trained_s),
         "redone_s": _rounded(cycle.redone_s),
         "recovery": _recovery(cycle.recovery) if cycle.recovery else None,
+    }
+
+
+def _evidence(found: HangFound) -> dict[str, Any]:
+    return {
+        "node": found.node,
+        "rank": found.rank,
+        "silent_s": _rounded(found.silent_s),
+        "sections": [{"name": name, "open_s": _rounded(age)} for name, age in found.sections],
+        "process_state": found.process_state,
+        "wchan": found.wchan,
+        "frame": found.frame,
+        "file": found.file,
+        "note": found.note,
     }
 
 
@@ -165,6 +191,7 @@ def _cause(cycle: CycleReport) -> dict[str, Any] | None:
 def _recovery(recovery: Recovery) -> dict[str, Any]:
     return {
         "end": recovery.end.value,
+        "detect_s": _rounded(recovery.detect_s),
         "stop_s": _rounded(recovery.stop_s),
         "queue_s": _rounded(recovery.queue_s),
         "form_s": _rounded(recovery.form_s),

@@ -10,8 +10,9 @@ from nvrx_slurm.report.model import (
     Phase,
     Recovery,
     RecoveryEnd,
+    RequeueTaken,
 )
-from nvrx_slurm.report.words import clean, count, elapsed, log_of, plain_seconds, say_fault
+from nvrx_slurm.report.words import clean, count, elapsed, log_of, node_set, plain_seconds, say_fault
 
 
 def headline(report: JobReport) -> tuple[str, str, str]:
@@ -34,7 +35,7 @@ def closing(report: JobReport) -> str:
         JobState.FINISHED: "finished",
         JobState.FAILED: f"failed (code {report.code})",
         JobState.STOPPED: f"stopped (code {report.code})",
-        JobState.REQUEUE: "waiting for a requeue (code 75)",
+        JobState.REQUEUE: f"{'waiting for a requeue' if _requeue(report) is None else 'requeued'} (code 75)",
         JobState.NO_END: "no end recorded",
     }[report.state]
     if not faults:
@@ -67,7 +68,7 @@ def _state(report: JobReport) -> str:
         case JobState.STOPPED:
             return f"was stopped: code {report.code}, {why}"
         case JobState.REQUEUE:
-            return f"asks for a requeue: code 75, {why}"
+            return f"{'asks for a requeue' if _requeue(report) is None else 'was requeued'}: code 75, {why}"
         case JobState.FAILED:
             return f"FAILED: code {report.code}, {why}"
         case _:
@@ -99,7 +100,7 @@ def _recovered(report: JobReport, recovery: Recovery | None) -> str:
     took = plain_seconds(recovery.lost_s)
     match recovery.end:
         case RecoveryEnd.RESUMED:
-            return f"; trained again after {took}"
+            return f"; {took} lost until it trained again"
         case RecoveryEnd.ONGOING:
             known = report.state is JobState.RUNNING  # the line below says more
             return "" if known else "; not known to have trained again"
@@ -109,15 +110,22 @@ def _recovered(report: JobReport, recovery: Recovery | None) -> str:
 
 def _now(report: JobReport) -> str:
     job = clean(report.job)
+    requeue = _requeue(report)
     match report.state:
         case JobState.FINISHED:
             return "nothing to do, the job is over"
+        case JobState.FAILED | JobState.STOPPED if report.attempts[-1].not_requeued is not None:
+            return _not_requeued(report, report.attempts[-1].not_requeued)
         case JobState.FAILED:
             bad = report.faults
             look = f"; read {log_of(bad[-1])} in the run directory" if bad else ""
             return f"nothing restarts it{look}"
         case JobState.STOPPED:
             return "nothing restarts it, it was asked to stop"
+        case JobState.REQUEUE if report.in_slurm is False and requeue is not None:
+            return "it was requeued, but Slurm no longer has it (cancelled?): submit it again"
+        case JobState.REQUEUE if requeue is not None:
+            return _requeued(report, requeue)
         case JobState.REQUEUE if report.in_slurm is False:
             return "Slurm no longer has the job: nothing requeued it, submit it again"
         case JobState.REQUEUE:
@@ -128,6 +136,31 @@ def _now(report: JobReport) -> str:
             return f"{_silent(report)} or lost its Coordinator: squeue -j {job} tells if it runs"
         case _:
             return _now_running(report)
+
+
+def _requeue(report: JobReport) -> RequeueTaken | None:
+    return report.attempts[-1].requeued if report.attempts else None
+
+
+def _requeued(report: JobReport, requeue: RequeueTaken) -> str:
+    without = f" without {node_set(requeue.excluded)}" if requeue.excluded else ""
+    left = min(requeue.start_in_s, requeue.start_in_s - (report.now - requeue.at))
+    when = (
+        f"in about {left:.0f} s"
+        if left >= 1
+        else f"when Slurm has nodes for it (squeue -j {clean(report.job)})"
+    )
+    return f"requeued{without}, starts again {when}"
+
+
+def _not_requeued(report: JobReport, why: str) -> str:
+    said = f"NOT requeued: {clean(why)}"
+    if "scontrol release" in why:
+        return said  # it says what to do
+    job = clean(report.job)
+    bad = {out.node for out in (*report.lost, *report.excluded) if out.back_at is None}
+    without = f" with -x {node_set(sorted(bad))}" if bad else ""
+    return f"{said}; submit it again{without}, or, if squeue -j {job} shows it held, scontrol release {job}"
 
 
 def _silent(report: JobReport) -> str:

@@ -26,7 +26,8 @@ class JobState(str, enum.Enum):
     STOPPED = "stopped"
     """Ended after it was asked to stop."""
     REQUEUE = "requeue"
-    """Ended with code 75, which asks for a requeue; no later attempt has begun."""
+    """Ended with code 75, which asks for a requeue, and nothing says that there is none; no later attempt has
+    begun."""
     NO_END = "no_end"
     """No end is recorded and nothing was written for a while: it trains silently, or nobody is in charge."""
 
@@ -41,7 +42,7 @@ class Phase(str, enum.Enum):
     REDOING = "redoing"
     """Steps that an earlier cycle had done and a restart took back."""
     RECOVERING = "recovering"
-    """From a fault to the first step after it."""
+    """From a fault, or from when training stood still because of it, to the first step after it."""
     STOPPING = "stopping"
     """From the last cycle's end, or the request to stop, to the end of the attempt."""
     QUEUED = "queued"
@@ -98,9 +99,13 @@ class MomentKind(str, enum.Enum):
     FAULT = "fault"
     CASCADE = "cascade"
     WORKERS_STOPPED = "workers_stopped"
+    HANG_EVIDENCE = "hang_evidence"
     VERDICT = "verdict"
+    TIMEOUTS = "timeouts_calculated"
     STOP_REQUESTED = "stop_requested"
     JOB_ENDED = "job_ended"
+    REQUEUED = "requeued"
+    NOT_REQUEUED = "not_requeued"
     NO_END = "no_end"
 
 
@@ -134,6 +139,37 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class HangFound:
+    """One ``hang_evidence``: what a hung rank was doing before it was killed."""
+
+    node: str
+    rank: int
+    silent_s: float
+    """Since its last sign of life."""
+    sections: tuple[tuple[str, float], ...]
+    """The open ones, and for how many seconds they had been."""
+    process_state: str
+    """Letter as in ps(1)."""
+    wchan: str
+    frame: str | None
+    """Where its main thread was, innermost; None when no stack tells."""
+    file: str
+    """The whole evidence, in the run directory."""
+    note: str
+    """Why there are no stacks, or worse ones than could be."""
+
+
+@dataclass(frozen=True)
+class RequeueTaken:
+    """One ``requeued``."""
+
+    at: float
+    excluded: tuple[str, ...]
+    start_in_s: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class VerdictTaken:
     """One ``verdict``."""
 
@@ -145,7 +181,7 @@ class VerdictTaken:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The time from the end of a cycle's training to the first step after it, cut into phases.
+    """The time from when a cycle's training stood still to the first step after it, cut into phases.
 
     The phases that are known add up to ``lost_s``, except that a recovery which was cut short has the rest in
     none of them.
@@ -153,6 +189,8 @@ class Recovery:
 
     end: RecoveryEnd
     lost_s: float
+    detect_s: float | None
+    """From the last heartbeat of any rank until the fault was seen; None when that is not known."""
     stop_s: float | None
     """Until no process of the cycle was left."""
     queue_s: float | None
@@ -190,6 +228,8 @@ class CycleReport:
     cause: Cause | None
     cascade: tuple[SeenFault, ...]
     """Everything else that was seen to fail."""
+    evidence: tuple[HangFound, ...]
+    """What its hung ranks were doing."""
     verdict: VerdictTaken | None
     resumed_from: int | None
     resumed_by: ResumeSource | None
@@ -225,6 +265,9 @@ class AttemptReport:
     max_restarts: int | None
     restarts: int
     """Verdicts to restart."""
+    requeued: RequeueTaken | None
+    not_requeued: str | None
+    """Why the job could not be requeued, where it should have been."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +331,8 @@ class ReadState:
     """The last line has no end: it is being written, or a crash tore it."""
     fenced: int = 0
     """Events of an older attempt after a newer one had begun; skipped."""
+    unknown: int = 0
+    """Events of a newer version; skipped."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""From the end of one cycle's training to the next first step, phase by phase."""
+"""From the moment that one cycle's training stood still to the next first step, phase by phase."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nvrx_slurm.report.collect import AttemptNotes
+from nvrx_slurm.report.collect import AttemptNotes, CycleNotes
 from nvrx_slurm.report.model import CycleEnd, Recovery, RecoveryEnd
 from nvrx_slurm.report.spans import Course
 
@@ -24,13 +24,33 @@ class _Phases:
         seconds, self._at = mark - self._at, mark
         return seconds
 
+    @property
+    def left(self) -> float:
+        """The time that no phase has yet."""
+        return self._end - self._at
+
+
+def detect_seconds(notes: CycleNotes, first_step_at: float | None, fault_at: float | None) -> float | None:
+    """Return how long training had stood still when the first fault was seen; None when that is not known.
+
+    ``stalled_s`` counts back from when the stop began, and never to before the cycle's first step. Steps that
+    are written later than that contradict nothing: they come with heartbeats, and are told seconds later.
+    """
+    if fault_at is None or first_step_at is None or not notes.faults or notes.stopped is None:
+        return None
+    stopped_at, stopped = notes.stopped
+    if stopped.stalled_s is None:
+        return None
+    stood_at = stopped_at - max(0.0, stopped.seconds) - stopped.stalled_s
+    return min(max(0.0, fault_at - stood_at), max(0.0, fault_at - first_step_at))
+
 
 def recovery_after(
     index: int, courses: Sequence[Course], attempts: Sequence[AttemptNotes], until: float
 ) -> Recovery | None:
     """Return what followed cycle ``index``, or None when there was nothing to recover from."""
     course = courses[index]
-    start = course.ended_at
+    start = course.stood_at
     following = courses[index + 1] if index + 1 < len(courses) else None
     if start is None or course.end is CycleEnd.FINISHED:
         return None
@@ -41,12 +61,13 @@ def recovery_after(
     outcome, end = _outcome(course, following, attempts[-1], until)
     end = max(start, end)
     phases = _Phases(start, end)
+    detect = None if course.detect_s is None else phases.until(course.ended_at)
     stop = phases.until(course.notes.stopped_at)
     queued = _queued(course, following, attempts)
     form = phases.until(_begun(following))
     queue = None
     if queued is not None:
-        queue = min(queued, end - start - (stop or 0.0) if form is None else form)
+        queue = min(queued, phases.left if form is None else form)
         form = None if form is None else form - queue
     ready = phases.until(following.notes.ready_at) if following else None
     first_step = phases.until(end) if outcome is RecoveryEnd.RESUMED else None
@@ -55,6 +76,7 @@ def recovery_after(
     return Recovery(
         end=outcome,
         lost_s=end - start,
+        detect_s=detect,
         stop_s=stop,
         queue_s=queue,
         form_s=form,

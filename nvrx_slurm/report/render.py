@@ -57,9 +57,13 @@ _MOMENT_NAMES = {
     MomentKind.FAULT: "FAULT",
     MomentKind.CASCADE: "cascade",
     MomentKind.WORKERS_STOPPED: "stopped",
+    MomentKind.HANG_EVIDENCE: "stacks",
     MomentKind.VERDICT: "verdict",
+    MomentKind.TIMEOUTS: "time-outs",
     MomentKind.STOP_REQUESTED: "stop",
     MomentKind.JOB_ENDED: "ended",
+    MomentKind.REQUEUED: "requeue",
+    MomentKind.NOT_REQUEUED: "requeue",
     MomentKind.NO_END: "no end",
 }
 _MOMENT_STYLES = {
@@ -71,6 +75,7 @@ _MOMENT_STYLES = {
     MomentKind.STOP_REQUESTED: "yellow",
     MomentKind.NO_END: "yellow",
     MomentKind.JOB_ENDED: "bold",
+    MomentKind.NOT_REQUEUED: "bold red",
 }
 
 
@@ -198,11 +203,19 @@ def _notes(report: JobReport) -> Iterator[Text]:
         yield Text(
             f"note: {count(report.read.fenced, 'event')} skipped that a replaced Coordinator still wrote"
         )
+    if report.read.unknown:
+        yield Text(f"note: {count(report.read.unknown, 'event')} of a newer version skipped")
 
 
 def _cycle_table(report: JobReport, lines: int | None) -> Iterator[RenderableType]:
     queued = any(c.recovery is not None and c.recovery.queue_s is not None for c in report.cycles)
-    columns = ["stop", *(["queue"] if queued else []), "form", "ready", "step", "lost", "steps"]
+    detected = any(c.recovery is not None and c.recovery.detect_s is not None for c in report.cycles)
+    columns = [
+        *(["det"] if detected else []),
+        "stop",
+        *(["queue"] if queued else []),
+        *("form", "ready", "step", "lost", "steps"),
+    ]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("cycle", justify="right", no_wrap=True)
     table.add_column("what ended it", ratio=1, overflow="fold")
@@ -212,8 +225,8 @@ def _cycle_table(report: JobReport, lines: int | None) -> Iterator[RenderableTyp
         table.add_column(column, justify="right", no_wrap=True)
     hidden = 0 if lines is None else max(0, len(report.cycles) - lines)
     for cycle in report.cycles[hidden:]:
-        table.add_row(*_cycle_row(report, cycle, queued=queued))
-    yield Text("cycles (seconds from the fault to the next first step, by phase; steps lost)", style="bold")
+        table.add_row(*_cycle_row(report, cycle, columns))
+    yield Text("cycles (seconds that a fault cost, by phase; steps lost)", style="bold")
     if hidden:
         yield Text(f"  ... {hidden} earlier, --full shows them")
     yield table
@@ -223,7 +236,7 @@ def _cycle_table(report: JobReport, lines: int | None) -> Iterator[RenderableTyp
             break
 
 
-def _cycle_row(report: JobReport, cycle: CycleReport, *, queued: bool) -> list[Text]:
+def _cycle_row(report: JobReport, cycle: CycleReport, columns: list[str]) -> list[Text]:
     assert report.started_at is not None
     what = Text(say_end(cycle), style="red" if cycle.end is CycleEnd.FAULT else "")
     at = "" if cycle.ended_at is None else elapsed(cycle.ended_at - report.started_at)
@@ -231,11 +244,17 @@ def _cycle_row(report: JobReport, cycle: CycleReport, *, queued: bool) -> list[T
     recovery = cycle.recovery
     rest: list[str] = []
     if recovery is not None:
-        phases = [recovery.stop_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
-        if queued:
-            phases.insert(1, recovery.queue_s)
-        steps = "?" if recovery.steps_lost is None else str(recovery.steps_lost)
-        rest = [*map(_number, phases), _lost(recovery), steps]
+        cells = {
+            "det": _number(recovery.detect_s),
+            "stop": _number(recovery.stop_s),
+            "queue": _number(recovery.queue_s),
+            "form": _number(recovery.form_s),
+            "ready": _number(recovery.ready_s),
+            "step": _number(recovery.first_step_s),
+            "lost": _lost(recovery),
+            "steps": "?" if recovery.steps_lost is None else str(recovery.steps_lost),
+        }
+        rest = [cells[column] for column in columns]
     return [Text(str(cycle.number)), what, *map(Text, [at, seen, *rest])]
 
 

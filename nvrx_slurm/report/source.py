@@ -42,7 +42,9 @@ class JournalSource:
     @property
     def read_state(self) -> ReadState:
         """What was met besides events."""
-        return ReadState(torn=self._follower.torn, unfinished=self._unfinished)
+        return ReadState(
+            torn=self._follower.torn, unfinished=self._unfinished, unknown=self._follower.unknown
+        )
 
 
 def _ends_in_mid_line(path: Path) -> bool:

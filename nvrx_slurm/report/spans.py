@@ -1,8 +1,8 @@
 """Where the wall time went: one phase at every moment, without gaps.
 
-Training is the time from a cycle's ``first_step`` to its end. Steps that had been done before are not counted
-as training: theirs is the time until the cycle's step count passes the highest step known before it,
-interpolated linearly between two step reports.
+Training is the time from a cycle's ``first_step`` to its end, less the time that a fault took to be noticed.
+Steps that had been done before are not counted as training: theirs is the time until the cycle's step count
+passes the highest step known before it, interpolated linearly between two step reports.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ class Course:
     resumed_from: int | None
     resumed_by: ResumeSource | None
     last_step: int | None
+    detect_s: float | None
+    """How long training had stood still before the fault that ended it was seen."""
+
+    @property
+    def stood_at(self) -> float | None:
+        """When its training was over: the end, or earlier where a fault was seen late."""
+        return None if self.ended_at is None else self.ended_at - (self.detect_s or 0.0)
 
 
 @dataclass
@@ -87,10 +94,12 @@ def walk(
             if course.attempt is not attempt:
                 continue
             if course.first_step_at is not None:
-                end = until if course.ended_at is None else course.ended_at
+                end = until if course.stood_at is None else course.stood_at
                 known &= _train(path, index, course, done, end)
                 phase = Phase.TRAINING
             if course.ended_at is not None:
+                if course.detect_s is not None:
+                    path.turn(course.ended_at - course.detect_s, Phase.RECOVERING)
                 phase = _phase_after(course)
                 path.turn(course.ended_at, phase)
         if attempt.stop is not None:
@@ -153,7 +162,7 @@ def _train(path: _Walk, index: int, course: Course, done: _StepsDone, end: float
     behind = step is not None and highest is not None and step < highest
     path.stay(end, Phase.REDOING if behind and later else Phase.TRAINING)
     known = step is not None and done.highest is not None and bool(later or not behind)
-    known = known or not done.trained
+    known = known or not done.trained or end <= course.first_step_at
     done.add(course.last_step)
     done.trained = True
     return known

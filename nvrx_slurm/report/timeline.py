@@ -10,17 +10,21 @@ from nvrx_slurm.journal import (
     FaultDetected,
     FaultKind,
     FirstStep,
+    HangEvidence,
     JobEnded,
     JobStarted,
     NodeExcluded,
     NodeJoined,
     NodeLost,
+    NotRequeued,
+    Requeued,
     StopRequested,
+    TimeoutsCalculated,
     Verdict,
     WorkersStarted,
     WorkersStopped,
 )
-from nvrx_slurm.report.cause import seen_fault
+from nvrx_slurm.report.cause import hang_found, seen_fault
 from nvrx_slurm.report.collect import AttemptNotes, CycleNotes, Entry
 from nvrx_slurm.report.model import (
     AttemptReport,
@@ -34,7 +38,16 @@ from nvrx_slurm.report.model import (
     RecoveryEnd,
     SeenFault,
 )
-from nvrx_slurm.report.words import clean, count, node_set, plain_seconds, ranges, say_fault, what_happened
+from nvrx_slurm.report.words import (
+    clean,
+    count,
+    node_set,
+    plain_seconds,
+    ranges,
+    say_evidence,
+    say_fault,
+    what_happened,
+)
 
 _PLACES_NAMED = 6
 """A cascade of more nodes than this is counted instead of listed."""
@@ -103,6 +116,12 @@ class _Teller:
                 yield MomentKind.STOP_REQUESTED, f"asked to stop by {clean(signal)}"
             case JobEnded(code=code, why=why):
                 yield MomentKind.JOB_ENDED, f"code {code}: {clean(why)}"
+            case Requeued() as event:
+                yield MomentKind.REQUEUED, _say_requeued(event)
+            case NotRequeued(why=why):
+                yield MomentKind.NOT_REQUEUED, f"NOT requeued: {clean(why)}"
+            case TimeoutsCalculated() as event:
+                yield MomentKind.TIMEOUTS, _say_timeouts(event)
             case _:
                 if entry.cycle is not None:
                     yield from self._cycle_lines(entry, entry.cycle)
@@ -125,6 +144,8 @@ class _Teller:
                 yield MomentKind.FIRST_STEP, self._first_step(cycle, self._before[id(notes)])
             case FaultDetected() as event:
                 yield from self._fault(event, entry, notes, cycle)
+            case HangEvidence() as event:
+                yield MomentKind.HANG_EVIDENCE, say_evidence(hang_found(event))
             case WorkersStopped(nodes=nodes, seconds=took):
                 after = plain_seconds(max(0.0, took))
                 text = f"no worker left on {count(nodes, 'node')}, {after} after the order to stop"
@@ -148,7 +169,9 @@ class _Teller:
         recovery = before.recovery if before is not None else None
         if before is not None and recovery is not None and recovery.end is RecoveryEnd.RESUMED:
             what = "the fault" if before.end is CycleEnd.FAULT else f"cycle {before.number} ended"
-            return f"{text}, {plain_seconds(recovery.lost_s)} after {what}"
+            since = recovery.lost_s - (recovery.detect_s or 0.0)
+            lost = "" if recovery.detect_s is None else f", {plain_seconds(recovery.lost_s)} lost"
+            return f"{text}, {plain_seconds(since)} after {what}{lost}"
         since = cycle.first_step_at - self._attempt.started_at
         return f"{text}, {plain_seconds(since)} after the start"
 
@@ -180,6 +203,24 @@ class _Teller:
 def _with_evidence(cause: Cause, event: FaultDetected) -> str:
     detail = f" ({clean(event.detail)})" if event.detail.strip() else ""
     return f"{say_fault(cause)}, seen by {clean(event.detector)}{detail}"
+
+
+def _say_requeued(event: Requeued) -> str:
+    without = f" without {node_set(event.excluded)}" if event.excluded else ""
+    warned = "".join(f"; {clean(warning)}" for warning in event.warnings)
+    return f"requeued{without}, starts again in {event.start_in_s} s or later{warned}"
+
+
+def _say_timeouts(event: TimeoutsCalculated) -> str:
+    """Say what the ranks are held to from now on; what has no time-out is left out."""
+    named = [
+        ("first heartbeat", event.initial),
+        ("heartbeat", event.subsequent),
+        *((f"section {clean(name)}", limit) for name, limit in event.section.items()),
+        ("outside of sections", event.out_of_section),
+    ]
+    said = ", ".join(f"{name} {plain_seconds(limit)}" for name, limit in named if limit is not None)
+    return f"calculated: {said or 'none'}"
 
 
 def _say_cascade(alike: list[SeenFault]) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from nvrx_slurm.journal import FaultKind
-from nvrx_slurm.report.model import Cause, CycleEnd, CycleReport, NodeOut, SeenFault
+from nvrx_slurm.report.model import Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
 def clean(text: str) -> str:
@@ -90,7 +90,7 @@ def node_set(nodes: Sequence[str]) -> str:
 
 
 def what_happened(fault: Cause | SeenFault) -> str:
-    """Say the symptom alone: ``SIGKILL``, ``exit 1``, ``no heartbeat``, ``lost``."""
+    """Say the symptom alone: ``SIGKILL``, ``exit 1``, ``hung``, ``lost``."""
     match fault.kind:
         case FaultKind.EXIT:
             return "failed" if fault.exit is None else f"exit {fault.exit}"
@@ -99,7 +99,7 @@ def what_happened(fault: Cause | SeenFault) -> str:
         case FaultKind.OOM:
             return "out of memory"
         case FaultKind.HANG:
-            return "no heartbeat"
+            return "hung"
         case FaultKind.NODE_LOST:
             return "lost"
         case FaultKind.START:
@@ -142,11 +142,37 @@ def say_end(cycle: CycleReport) -> str:
 
 
 def log_of(cycle: CycleReport) -> str:
-    """Name the log to read for a cycle's cause, relative to the run directory."""
+    """Name what to read about a cycle's cause, relative to the run directory."""
     cause = cycle.cause
+    if cause is not None and cause.kind is FaultKind.HANG:
+        for found in cycle.evidence:
+            if cause.rank in (None, found.rank):
+                return clean(found.file)
     if cause is not None and cause.rank is not None and cause.kind is not FaultKind.NODE_LOST:
         return f"cycles/{cycle.number}/rank_{cause.rank}.log"
     return f"cycles/{cycle.number}/merged.log"
+
+
+_PROCESS_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "stuck in the kernel",
+    "T": "stopped",
+    "t": "being traced",
+    "Z": "dead",
+}
+
+
+def say_evidence(found: HangFound) -> str:
+    """Say what a hung rank was doing, and where to read more."""
+    parts = [_PROCESS_STATES.get(found.process_state, "in an unknown state")]
+    if found.frame is not None:
+        parts[0] += f" in {clean(found.frame)}"
+    elif found.wchan:
+        parts[0] += f" in {clean(found.wchan)}"
+    parts += [f"section {clean(name)} open for {plain_seconds(age)}" for name, age in found.sections]
+    note = f" ({clean(found.note)})" if found.note.strip() else ""
+    return f"rank {found.rank} on {clean(found.node)} was {', '.join(parts)}: read {clean(found.file)}{note}"
 
 
 def say_out(out: NodeOut, what: str) -> str:

@@ -12,14 +12,17 @@ from nvrx_slurm.journal import (
     FaultDetected,
     FaultKind,
     FirstStep,
+    HangEvidence,
     JobEnded,
     JobStarted,
     NodeExcluded,
     NodeJoined,
     NodeLost,
+    NotRequeued,
     Progress,
     RankReady,
     Record,
+    Requeued,
     StopRequested,
     Verdict,
     VerdictAction,
@@ -122,6 +125,23 @@ def hung(rank: int, node: str) -> FaultDetected:
     )
 
 
+def stacks_of(rank: int, node: str) -> HangEvidence:
+    return HangEvidence(
+        node=node,
+        rank=rank,
+        pid=101,
+        heartbeats=18,
+        silent_s=6.3,
+        sections={"forward": 6.1},
+        process_state="S",
+        seconds=0.4,
+        file=f"cycles/1/rank_{rank}.stacks",
+        wchan="futex_wait_queue",
+        source="py-spy",
+        stacks='Thread 101 (idle): "MainThread"\n    all_reduce (torch/distributed_c10d.py:2501)\n',
+    )
+
+
 def gone(node: str) -> FaultDetected:
     return FaultDetected(
         kind=FaultKind.NODE_LOST, node=node, detector="stream", detail="no answer to 3 keep-alive pings"
@@ -130,6 +150,8 @@ def gone(node: str) -> FaultDetected:
 
 def three_faults(ended_at: float | None = None) -> list[Record]:
     """A killed rank, a hung rank, a lost node that the spare replaces; the job finishes.
+
+    Training stood still for 0.3 s, 6.3 s and 3.9 s before they were seen.
 
     Args:
         ended_at: Unix seconds; the journal begins at :data:`START` unless it is given.
@@ -142,19 +164,20 @@ def three_faults(ended_at: float | None = None) -> list[Record]:
     # the survivor's connection breaks before the victim's death is reported
     w.at(24.30, exited(2, "n2"))
     w.at(24.31, killed(3, "n2"), exited(0, "n1"), exited(6, "n4"))
-    w.at(24.62, WorkersStopped(nodes=4, seconds=0.32))
+    w.at(24.62, WorkersStopped(nodes=4, seconds=0.32, stalled_s=0.3))
     w.restart(24.62, "killed-by-signal", "rank 3 on n2 was killed by SIGKILL", killed(3, "n2"))
     w.cycle_starts(24.63, ["n1", "n2", "n3", "n4"], ["n5"])
     w.trains(25.4, 26.2, 30)
     w.steps(26.2, 31, 62, 0.5)
     w.at(48.0, hung(5, "n3"))
-    w.at(48.9, WorkersStopped(nodes=4, seconds=0.9))
+    w.at(48.4, stacks_of(5, "n3"))
+    w.at(48.9, WorkersStopped(nodes=4, seconds=0.9, stalled_s=6.3))
     w.restart(48.9, "hang", "rank 5 on n3 hung (behind the others)", hung(5, "n3"))
     w.cycle_starts(48.92, ["n1", "n2", "n3", "n4"], ["n5"])
     w.trains(49.6, 50.4, 60)
-    w.steps(50.4, 61, 98, 0.5)
+    w.steps(50.4, 61, 98, 0.4)
     w.at(69.1, NodeLost(node="n2", why="no answer to 3 keep-alive pings"), gone("n2"))
-    w.at(69.4, WorkersStopped(nodes=3, seconds=0.3))
+    w.at(69.4, WorkersStopped(nodes=3, seconds=0.3, stalled_s=3.9))
     w.restart(69.4, "node-lost", "node n2 lost", gone("n2"))
     w.cycle_starts(69.41, ["n1", "n5", "n3", "n4"])
     w.trains(70.3, 71.3, 90)
@@ -184,6 +207,7 @@ def requeued() -> list[Record]:
         ),
         JobEnded(code=75, why=why),
     )
+    w.at(44.2, Requeued(excluded=["n3"], start_in_s=35))
     w.attempt, w.cycle = 1, 1
     w.at(104.9, w.records[0].event)
     w.at(105.0, NodeExcluded(node="n3", reason="lost in attempt 0"))
@@ -192,6 +216,22 @@ def requeued() -> list[Record]:
     w.steps(109.0, 41, 60, 1.0)
     w.at(129.0, JobEnded(code=0, why="all 8 ranks exited with 0"))
     return w.records
+
+
+def not_requeued() -> list[Record]:
+    """The same, but the job may not be requeued; the silent node was noticed late."""
+    records = []
+    for record in requeued():
+        match record.event:
+            case WorkersStopped():
+                event: AnyEvent = WorkersStopped(nodes=3, seconds=0.4, stalled_s=4.4)
+            case Requeued():
+                event = NotRequeued(why="job 4711 was submitted with --no-requeue")
+            case _:
+                event = record.event
+        if record.attempt == 0:
+            records.append(Record(ts=record.ts, job=record.job, attempt=0, cycle=record.cycle, event=event))
+    return records
 
 
 def drained() -> list[Record]:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from report_journals import START, Writer, drained, exited, gone, killed, requeued, three_faults
+from report_journals import (
+    START,
+    Writer,
+    drained,
+    exited,
+    gone,
+    hung,
+    killed,
+    not_requeued,
+    requeued,
+    three_faults,
+)
 
 from nvrx_slurm.journal import (
     CheckpointLoaded,
@@ -12,13 +23,16 @@ from nvrx_slurm.journal import (
     JobEnded,
     NodeJoined,
     NodeLost,
+    NotRequeued,
     Progress,
     Record,
     StopRequested,
+    TimeoutsCalculated,
     Verdict,
     VerdictAction,
     WorkersStopped,
 )
+from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.report import (
     CycleEnd,
     JobReport,
@@ -29,6 +43,7 @@ from nvrx_slurm.report import (
     ResumeSource,
     build_report,
 )
+from nvrx_slurm.report.cause import innermost_frame
 from nvrx_slurm.report.words import say_end
 
 NODES = ["n1", "n2", "n3", "n4"]
@@ -55,7 +70,7 @@ def test_three_faults_show_the_right_rank_and_node() -> None:
     shown = report(three_faults())
     assert [say_end(cycle) for cycle in shown.cycles] == [
         "rank 3 on n2: SIGKILL",
-        "rank 5 on n3: no heartbeat",
+        "rank 5 on n3: hung",
         "node n2 lost",
         "finished",
     ]
@@ -101,7 +116,7 @@ def test_a_verdict_may_name_what_no_detector_saw() -> None:
     culprit = Verdict(action=VerdictAction.RESTART, rule="r", why="w", node="n3", rank=5, kind=FaultKind.HANG)
     w.at(15.2, culprit)
     cycle = report(w.records).cycles[0]
-    assert say_end(cycle) == "rank 5 on n3: no heartbeat"
+    assert say_end(cycle) == "rank 5 on n3: hung"
     assert cycle.cause is not None
     assert cycle.cause.detector is None
     assert len(cycle.cascade) == 1
@@ -143,9 +158,9 @@ def test_a_fault_after_a_request_to_stop_is_one_when_the_verdict_says_so() -> No
 def test_the_phases_of_a_recovery_add_up_to_the_seconds_lost() -> None:
     recovery = report(three_faults()).cycles[0].recovery
     assert recovery is not None
-    phases = [recovery.stop_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
-    assert phases == pytest.approx([0.32, 0.01, 0.77, 0.80], abs=1e-6)
-    assert recovery.lost_s == pytest.approx(1.90, abs=1e-6)
+    phases = [recovery.detect_s, recovery.stop_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
+    assert phases == pytest.approx([0.30, 0.32, 0.01, 0.77, 0.80], abs=1e-6)
+    assert recovery.lost_s == pytest.approx(2.20, abs=1e-6)
     assert recovery.end is RecoveryEnd.RESUMED
 
 
@@ -250,6 +265,145 @@ def test_a_cycle_that_fails_before_its_first_step_takes_over_the_seconds_lost() 
     assert len(shown.recovered) == 1
 
 
+# --- how long a fault went unnoticed -------------------------------------------------------------------
+
+
+def found_late(stopped: WorkersStopped, *between: AnyEvent, first_step: float = 5.0) -> JobReport:
+    """A hang that is seen at 21 s and stopped at 21.5 s; trains again at 23 s."""
+    w = Writer()
+    w.job_started(0.0)
+    w.cycle_starts(2.0, NODES)
+    w.trains(4.0, first_step, None)
+    w.at(20.0, *between)
+    w.at(21.0, hung(5, "n3"))
+    w.at(21.5, stopped)
+    w.restart(21.5, "hang", "w", hung(5, "n3"))
+    w.cycle_starts(21.6, NODES)
+    w.trains(22.0, 23.0, None)
+    return report(w.records, now=23.0)
+
+
+def test_the_time_until_a_fault_was_seen_is_lost_too() -> None:
+    shown = found_late(WorkersStopped(nodes=4, seconds=0.5, stalled_s=6.0))
+    cycle = shown.cycles[0]
+    assert cycle.recovery is not None
+    assert cycle.recovery.detect_s == pytest.approx(6.0)
+    assert cycle.recovery.stop_s == pytest.approx(0.5)
+    assert cycle.recovery.lost_s == pytest.approx(8.0)
+    assert shown.median_lost_s == pytest.approx(8.0)
+    assert cycle.ended_at == START + 21.0
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.TRAINING] == pytest.approx(21.0 - 6.0 - 5.0)
+    assert shown.time.seconds[Phase.RECOVERING] == pytest.approx(8.0)
+    assert "first step of cycle 1, 2.0 s after the fault, 8.0 s lost" in [m.text for m in shown.timeline]
+
+
+def test_what_lies_between_the_fault_and_the_stop_is_not_counted_twice() -> None:
+    recovery = found_late(WorkersStopped(nodes=4, seconds=0.2, stalled_s=6.0)).cycles[0].recovery
+    assert recovery is not None  # the stop began 0.3 s after the fault
+    assert recovery.detect_s == pytest.approx(5.7)
+
+
+def test_training_did_not_stand_still_before_its_first_step() -> None:
+    shown = found_late(WorkersStopped(nodes=4, seconds=0.5, stalled_s=60.0), first_step=19.0)
+    recovery = shown.cycles[0].recovery
+    assert recovery is not None
+    assert recovery.detect_s == pytest.approx(2.0)
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.TRAINING] == 0.0
+
+
+def test_steps_that_are_told_late_do_not_shorten_it() -> None:
+    stopped = WorkersStopped(nodes=4, seconds=0.5, stalled_s=6.0)
+    recovery = found_late(stopped, Progress(step=9)).cycles[0].recovery
+    assert recovery is not None
+    assert recovery.detect_s == pytest.approx(6.0)
+
+
+def test_without_heartbeats_it_is_not_known_and_not_counted() -> None:
+    shown = found_late(WorkersStopped(nodes=4, seconds=0.5))
+    recovery = shown.cycles[0].recovery
+    assert recovery is not None
+    assert recovery.detect_s is None
+    assert recovery.lost_s == pytest.approx(2.0)
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.TRAINING] == pytest.approx(16.0)
+
+
+def test_a_cycle_that_never_trained_lost_no_training_unnoticed() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.at(40.0, hung(5, "n3"))
+    w.at(40.1, WorkersStopped(nodes=4, seconds=0.1, stalled_s=20.0))
+    second = report(w.records, now=40.1).cycles[1].recovery
+    assert second is not None
+    assert second.detect_s is None
+
+
+def test_a_requested_stop_has_nothing_to_detect() -> None:
+    w = training()
+    w.at(15.0, StopRequested(signal="SIGTERM"))
+    w.at(15.1, WorkersStopped(nodes=4, seconds=0.1, stalled_s=0.9))
+    w.at(15.2, JobEnded(code=143, why="asked to stop by SIGTERM"))
+    shown = report(w.records)
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.RECOVERING] == 0.0
+
+
+def test_a_fault_that_ends_the_job_was_unnoticed_for_as_long() -> None:
+    shown = report(not_requeued())
+    recovery = shown.cycles[0].recovery
+    assert recovery is not None
+    assert (recovery.end, recovery.detect_s) == (RecoveryEnd.ENDED, pytest.approx(4.4))
+    assert shown.time is not None
+    assert shown.time.seconds[Phase.RECOVERING] == pytest.approx(4.4)
+    assert shown.time.seconds[Phase.STOPPING] == pytest.approx(0.4)
+
+
+# --- what hung ranks were doing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stacks", "frame"),
+    [
+        (
+            'Thread 9 (idle): "loader"\n    get (queue.py:1)\nThread 7 (active): "MainThread"\n'
+            "    all_reduce (torch/distributed/distributed_c10d.py:2501)\n    main (train.py:3)\n",
+            "all_reduce (distributed_c10d.py:2501)",
+        ),
+        (
+            'Thread 0x00007f01 (most recent call first):\n  File "/usr/lib/queue.py", line 1 in get\n\n'
+            "Current thread 0x00007f02 (most recent call first):\n"
+            '  File "/home/me/train.py", line 12 in step\n  File "/home/me/train.py", line 40 in <module>\n',
+            "step (train.py:12)",
+        ),
+        ('Thread 0x00007f01 (most recent call first):\n  File "/usr/lib/queue.py", line 1 in get\n', None),
+        ("Current thread 0x00007f02 (most recent call first):\n", None),
+        ("", None),
+    ],
+)
+def test_the_innermost_frame_is_the_main_threads(stacks: str, frame: str | None) -> None:
+    assert innermost_frame(stacks) == frame
+
+
+def test_the_timeline_says_where_to_read_what_a_hung_rank_was_doing() -> None:
+    lines = [m.text for m in report(three_faults()).timeline if m.kind is MomentKind.HANG_EVIDENCE]
+    assert lines == [
+        "rank 5 on n3 was sleeping in all_reduce (distributed_c10d.py:2501), section forward open for 6.1 s: "
+        "read cycles/1/rank_5.stacks"
+    ]
+
+
+def test_calculated_time_outs_are_one_line() -> None:
+    w = training()
+    w.at(15.0, TimeoutsCalculated(initial=90.0, subsequent=8.0, section={"forward": 2.5}))
+    assert report(w.records, now=16.0).timeline[-1].text == (
+        "calculated: first heartbeat 1m30s, heartbeat 8.0 s, section forward 2.5 s"
+    )
+
+
 # --- where the job stands ------------------------------------------------------------------------------
 
 
@@ -299,6 +453,25 @@ def test_the_code_tells_how_a_job_ended(code: int, state: JobState) -> None:
     shown = report(w.records)
     assert (shown.state, shown.code, shown.why) == (state, code, "because")
     assert shown.until == START + 20.0
+
+
+def test_a_job_that_could_not_be_requeued_does_not_wait_for_it() -> None:
+    shown = report(not_requeued())
+    assert (shown.state, shown.code) == (JobState.FAILED, 75)
+    assert shown.attempts[-1].not_requeued == "job 4711 was submitted with --no-requeue"
+    drain = Writer()
+    drain.records = drained()
+    drain.at(17.1, NotRequeued(why="w"))
+    assert report(drain.records).state is JobState.STOPPED
+
+
+def test_what_is_said_of_the_requeue_after_the_end_is_not_left_out() -> None:
+    shown = report(requeued())
+    assert shown.read.fenced == 0
+    taken = shown.attempts[0].requeued
+    assert taken is not None
+    assert (taken.excluded, taken.start_in_s) == (("n3",), 35)
+    assert shown.attempts[1].requeued is None
 
 
 def test_a_drained_job_waits_for_its_requeue_without_a_fault() -> None:
@@ -421,7 +594,7 @@ def test_a_cascade_is_one_line_for_each_symptom() -> None:
 
 def test_progress_and_saved_checkpoints_are_no_lines_of_the_timeline() -> None:
     kinds = {moment.kind for moment in report(three_faults()).timeline}
-    assert len(report(three_faults()).timeline) == 23
+    assert len(report(three_faults()).timeline) == 24
     assert MomentKind.FIRST_STEP in kinds
 
 

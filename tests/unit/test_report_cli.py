@@ -32,7 +32,7 @@ def test_the_report_of_a_finished_job_ends_with_its_summary(finished: Path) -> N
     done = run(finished)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0] == "job 4711 finished: code 0, all 8 ranks exited with 0"
-    assert done.stdout.splitlines()[-1] == "finished: 3 faults, median 2.2 s lost each"
+    assert done.stdout.splitlines()[-1] == "finished: 3 faults, median 6.1 s lost each"
 
 
 def test_json_prints_one_document(finished: Path) -> None:
@@ -155,7 +155,7 @@ def test_following_waits_for_the_journal_and_prints_lines_then_the_report(tmp_pa
     assert "ended" in lines[blank - 1]
     assert blank >= 22
     assert lines[blank + 1] == "job 4711 finished: code 0, all 8 ranks exited with 0"
-    assert lines[-1] == "finished: 3 faults, median 2.2 s lost each"
+    assert lines[-1] == "finished: 3 faults, median 6.1 s lost each"
 
 
 def test_ctrl_c_ends_following_with_the_report_so_far(tmp_path: Path) -> None:
@@ -196,4 +196,4 @@ def test_on_a_terminal_the_report_is_drawn_live_and_left_there(finished: Path) -
         shown += piece
     os.close(parent)
     assert process.wait(timeout=60) == 0
-    assert b"finished: 3 faults, median 2.2 s lost each" in shown
+    assert b"finished: 3 faults, median 6.1 s lost each" in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.cycle import CycleMachine, Policy
 from nvrx_slurm.journal import CheckpointLoaded, Progress, Record
@@ -49,12 +51,12 @@ class Job:
         node = self.machine.active[rank // 2]
         self.feed(steps.RankExited(node, self.machine.cycle, rank, code, after_stop=False))
 
-    def stopped(self) -> None:
-        """Every node that is left says that its workers are gone."""
+    def stopped(self, stalled_s: float | None = None) -> None:
+        """Every node that is left says that its workers are gone, and how old their last heartbeat was."""
         cycle = self.machine.cycle
         for node in self.machine.active:
             if self.machine.members.is_connected(node):
-                self.feed(steps.NodeStopped(node, cycle), after=0.1)
+                self.feed(steps.NodeStopped(node, cycle, stalled_s), after=0.1)
 
     def report(self) -> JobReport:
         return build_report(self.records, START + self.now)
@@ -80,8 +82,8 @@ def test_a_killed_rank_and_a_lost_node_are_named_as_the_state_machine_judged() -
     job.exit(3, -9)  # because of this one
     job.stopped()
     job.train(5, 12)
-    job.feed(steps.NodeLost("n2", "connection closed"))
-    job.stopped()
+    job.feed(steps.NodeLost("n2", "connection closed"), after=4.0)
+    job.stopped(stalled_s=4.0)
     job.train(10, 20)
     for rank in range(8):
         job.exit(rank, 0)
@@ -95,6 +97,8 @@ def test_a_killed_rank_and_a_lost_node_are_named_as_the_state_machine_judged() -
     recoveries = [cycle.recovery for cycle in report.faults]
     assert [recovery.steps_lost for recovery in recoveries if recovery] == [5, 2]
     assert all(recovery is not None and recovery.end is RecoveryEnd.RESUMED for recovery in recoveries)
+    unnoticed = [recovery.detect_s for recovery in recoveries if recovery]
+    assert unnoticed == [None, pytest.approx(4.0, abs=1e-3)]
     assert report.cycles[-1].nodes == ("n1", "n5", "n3", "n4")
 
 

@@ -16,15 +16,19 @@ from nvrx_slurm.journal import (
     FaultDetected,
     FaultKind,
     FirstStep,
+    HangEvidence,
     JobEnded,
     JobStarted,
     NodeExcluded,
     NodeJoined,
     NodeLost,
+    NotRequeued,
     Progress,
     RankReady,
     Record,
+    Requeued,
     StopRequested,
+    TimeoutsCalculated,
     Verdict,
     VerdictAction,
     WorkersStarted,
@@ -89,7 +93,7 @@ events: st.SearchStrategy[AnyEvent] = st.one_of(
         detail=words,
     ),
     st.builds(StopRequested, signal=words),
-    st.builds(WorkersStopped, nodes=ranks, seconds=st.floats(0, 10)),
+    st.builds(WorkersStopped, nodes=ranks, seconds=st.floats(0, 10), stalled_s=st.none() | st.floats(0, 700)),
     st.builds(
         Verdict,
         action=st.sampled_from(VerdictAction),
@@ -99,6 +103,29 @@ events: st.SearchStrategy[AnyEvent] = st.one_of(
         rank=optional_rank,
         kind=st.none() | kinds,
     ),
+    st.builds(
+        HangEvidence,
+        node=nodes,
+        rank=ranks,
+        pid=ranks,
+        heartbeats=ranks,
+        silent_s=st.floats(0, 700),
+        sections=st.dictionaries(words, st.floats(0, 700), max_size=2),
+        process_state=st.sampled_from(["", "R", "S", "D", "?"]),
+        wchan=words,
+        stacks=words | st.just('Current thread 0x1 (most recent call first):\n  File "\x1b", line 1 in \x07'),
+        note=words,
+        seconds=st.floats(0, 2),
+        file=words,
+    ),
+    st.builds(
+        TimeoutsCalculated,
+        initial=st.none() | st.floats(0, 700),
+        subsequent=st.none() | st.floats(0, 700),
+        section=st.dictionaries(words, st.none() | st.floats(0, 700), max_size=2),
+    ),
+    st.builds(Requeued, excluded=st.lists(nodes), start_in_s=ranks, warnings=st.lists(words, max_size=2)),
+    st.builds(NotRequeued, why=words),
     st.builds(JobEnded, code=st.sampled_from([0, 1, 75, 143]), why=words),
 )
 records = st.lists(
@@ -145,9 +172,20 @@ def check(report: JobReport) -> None:
             continue
         assert recovery.lost_s >= 0.0
         assert recovery.steps_lost is None or recovery.steps_lost >= 0
-        phases = [recovery.stop_s, recovery.queue_s, recovery.form_s, recovery.ready_s, recovery.first_step_s]
+        phases = [
+            recovery.detect_s,
+            recovery.stop_s,
+            recovery.queue_s,
+            recovery.form_s,
+            recovery.ready_s,
+            recovery.first_step_s,
+        ]
         known = [phase for phase in phases if phase is not None]
         assert all(phase >= 0.0 for phase in known)
+        if recovery.detect_s is not None:
+            assert cycle.first_step_at is not None
+            assert cycle.ended_at is not None
+            assert recovery.detect_s <= cycle.ended_at - cycle.first_step_at + 1e-3
         if recovery.end is RecoveryEnd.RESUMED:
             assert math.isclose(sum(known), recovery.lost_s, abs_tol=1e-3)
         else:

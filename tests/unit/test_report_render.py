@@ -11,10 +11,30 @@ from datetime import timezone
 from pathlib import Path
 
 import pytest
-from report_journals import START, Writer, drained, exited, gone, killed, requeued, three_faults
+from report_journals import (
+    START,
+    Writer,
+    drained,
+    exited,
+    gone,
+    hung,
+    killed,
+    not_requeued,
+    requeued,
+    stacks_of,
+    three_faults,
+)
 from rich.console import Console
 
-from nvrx_slurm.journal import JobEnded, Record, StopRequested
+from nvrx_slurm.journal import (
+    FaultDetected,
+    FaultKind,
+    JobEnded,
+    NotRequeued,
+    Record,
+    StopRequested,
+    WorkersStopped,
+)
 from nvrx_slurm.report import JobReport, ReadState, build_report, render
 from nvrx_slurm.report.headline import closing, headline
 from nvrx_slurm.report.views import frame
@@ -39,13 +59,15 @@ def until(records: list[Record], event: str, nth: int = 0) -> list[Record]:
 
 def unfinished(**state: int | bool) -> JobReport:
     return build_report(
-        until(three_faults(), "Verdict", 1), START + 250.0, read=ReadState(torn=1, unfinished=True)
+        until(three_faults(), "Verdict", 1), START + 250.0, read=ReadState(torn=1, unfinished=True, unknown=2)
     )
 
 
 CASES = {
     "three_faults": lambda: build_report(three_faults(), START + 1000.0),
     "requeued": lambda: build_report(requeued(), START + 1000.0),
+    "waiting": lambda: build_report(until(requeued(), "Requeued"), START + 50.0),
+    "not_requeued": lambda: build_report(not_requeued(), START + 1000.0),
     "drained": lambda: build_report(drained(), START + 1000.0),
     "recovering": lambda: build_report(until(three_faults(), "RankReady", 1), START + 25.7),
     "no_end": unfinished,
@@ -107,8 +129,8 @@ def test_a_job_that_recovers_says_what_it_waits_for() -> None:
         "now: starting for 3.0 s: cycle 0 has its nodes, ranks are starting",
         "now: starting for 5.2 s: all ranks of cycle 0 are ready, waiting for the first step",
         "now: recovering for 0.10 s: stopping what is left of cycle 0",
-        "now: recovering for 0.40 s: workers are stopped, forming the next cycle",
-        "now: recovering for 0.50 s: cycle 1 has its nodes, ranks are starting",
+        "now: recovering for 0.70 s: workers are stopped, forming the next cycle",
+        "now: recovering for 0.80 s: cycle 1 has its nodes, ranks are starting",
     ]
 
 
@@ -172,19 +194,94 @@ def test_a_job_that_asks_for_a_requeue_says_whether_one_comes(in_slurm: bool | N
     assert headline(build_report(drained(), START + 100.0, in_slurm=in_slurm))[2] == now
 
 
+@pytest.mark.parametrize(
+    ("seconds", "in_slurm", "now"),
+    [
+        (50.0, None, "now: requeued without n3, starts again in about 29 s"),
+        (50.0, True, "now: requeued without n3, starts again in about 29 s"),
+        (90.0, True, "now: requeued without n3, starts again when Slurm has nodes for it (squeue -j 4711)"),
+        (90.0, False, "now: it was requeued, but Slurm no longer has it (cancelled?): submit it again"),
+    ],
+)
+def test_a_job_that_was_requeued_says_when_it_starts_again(
+    seconds: float, in_slurm: bool | None, now: str
+) -> None:
+    shown = headline(build_report(until(requeued(), "Requeued"), START + seconds, in_slurm=in_slurm))
+    assert shown[0].startswith("job 4711 was requeued: code 75, too few nodes")
+    assert shown[2] == now
+
+
+@pytest.mark.parametrize(
+    ("why", "now"),
+    [
+        (
+            "job 4711 was submitted with --no-requeue",
+            "now: NOT requeued: job 4711 was submitted with --no-requeue; submit it again with -x n3, or, if "
+            "squeue -j 4711 shows it held, scontrol release 4711",
+        ),
+        (
+            "job 4711 is requeued but held; release it with: scontrol release 4711",
+            "now: NOT requeued: job 4711 is requeued but held; release it with: scontrol release 4711",
+        ),
+    ],
+)
+def test_a_job_that_was_not_requeued_says_why_and_what_to_do(why: str, now: str) -> None:
+    w = Writer()
+    w.records = not_requeued()[:-1]
+    w.at(44.3, NotRequeued(why=why))
+    assert headline(build_report(w.records, START + 50.0))[2] == now
+
+
+def test_a_hang_that_ended_the_job_leads_to_its_stacks() -> None:
+    w = trained()
+    w.at(15.0, hung(5, "n3"), stacks_of(5, "n3"))
+    w.at(15.3, JobEnded(code=1, why="w"))
+    assert headline(build_report(w.records, START))[2].endswith(
+        "read cycles/1/rank_5.stacks in the run directory"
+    )
+
+
+def test_a_rank_that_ran_out_of_memory_is_called_that() -> None:
+    w = trained()
+    oom = FaultDetected(kind=FaultKind.OOM, node="n2", rank=3, signal="SIGKILL", detector="child")
+    w.at(15.0, oom)
+    assert headline(build_report(w.records, START + 15.0))[1].startswith(
+        "failed last: rank 3 on n2: out of memory (cycle 0"
+    )
+
+
+def test_every_column_fits_a_narrow_terminal() -> None:
+    records = [
+        Record(
+            ts=record.ts,
+            job=record.job,
+            attempt=record.attempt,
+            cycle=record.cycle,
+            event=WorkersStopped(nodes=3, seconds=0.4, stalled_s=4.4)
+            if isinstance(record.event, WorkersStopped)
+            else record.event,
+        )
+        for record in requeued()
+    ]
+    shown = text_of(build_report(records, START + 1000.0)).splitlines()
+    assert "cycle what ended it   at seen by  det stop queue form ready step  lost steps" in shown
+    assert "    0 node n3 lost  0:44 stream  4.40 0.40 1m01s 1.10  2.00 1.00 1m10s     0" in shown
+    assert all(len(line) <= 80 for line in shown)
+
+
 # --- the last line -------------------------------------------------------------------------------------
 
 
 def test_the_last_line_is_the_job_in_short() -> None:
     records = three_faults()
-    assert closing(build_report(records, START)) == "finished: 3 faults, median 2.2 s lost each"
+    assert closing(build_report(records, START)) == "finished: 3 faults, median 6.1 s lost each"
     assert closing(build_report(requeued(), START)) == "finished: 1 fault, 1m06s lost"
     assert closing(build_report(drained(), START)) == "waiting for a requeue (code 75): no fault"
     assert closing(build_report(until(records, "FaultDetected"), START + 24.4)) == (
         "running: 1 fault, none recovered yet"
     )
     assert closing(build_report(until(records, "Verdict", 1), START + 49.0)) == (
-        "running: 2 faults, 1 recovered (1.9 s lost)"
+        "running: 2 faults, 1 recovered (2.2 s lost)"
     )
 
 
@@ -206,7 +303,7 @@ def test_a_terminal_without_unicode_gets_plain_characters() -> None:
     console.print(render(build_report(three_faults(), START), zone=timezone.utc))
     raw.flush()
     shown = raw.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
-    assert "# training 77.4%  = steps done again" in shown
+    assert "# training 65.4%  = steps done again" in shown
 
 
 def test_long_names_wrap_instead_of_being_cut() -> None:
