@@ -16,7 +16,7 @@ from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.cycle import EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
-from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
+from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
@@ -410,28 +410,46 @@ class JobRunner:
     async def _write_logs(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            node, message = await self._log_queue.get()
-            batch = [(node, message)]
+            batch: list[tuple[str, msg.LogMessage]] = []
+            with contextlib.suppress(asyncio.TimeoutError):
+                patience = REORDER_S if self._logs.waits else None
+                batch.append(await asyncio.wait_for(self._log_queue.get(), patience))
             while not self._log_queue.empty() and len(batch) < _OUTPUT_QUEUE:
                 batch.append(self._log_queue.get_nowait())
-            try:
-                await loop.run_in_executor(None, self._write_batch, batch)
-            except OSError as error:
+            error = await loop.run_in_executor(None, self._write_batch, batch)
+            if error is not None:
                 self._complain("output", error)
             for _ in batch:
                 self._log_queue.task_done()
 
-    def _write_batch(self, batch: Sequence[tuple[str, msg.LogMessage]]) -> None:
+    def _write_batch(self, batch: Sequence[tuple[str, msg.LogMessage]]) -> Exception | None:
+        """Write what can be written; return the last reason why something could not.
+
+        Whatever goes wrong with one message, the next is taken: if nobody read the queue, every rank would
+        soon wait in write(2).
+        """
         now = time.time()
+        failed: Exception | None = None
         for node, message in batch:
-            self._logs.write(node, message, now)
+            try:
+                self._logs.write(node, message, now)
+            except Exception as error:
+                failed = error
+        try:
+            self._logs.flush(now - REORDER_S)
+        except Exception as error:
+            failed = error
+        with console.readers_may_leave(sys.stdout):
+            sys.stdout.flush()
+        return failed
 
-    def _show_line(self, rank: int, _node: str, text: str) -> None:
+    def _show_line(self, rank: int, text: bytes) -> None:
         if rank == 0:
-            with contextlib.suppress(OSError):
-                print(text, flush=True)
+            # As it came, whatever this terminal's encoding.
+            with console.readers_may_leave(sys.stdout):
+                sys.stdout.buffer.write(text + b"\n")
 
-    def _complain(self, what: str, error: OSError) -> None:
+    def _complain(self, what: str, error: Exception) -> None:
         """Say once that something can't be written; training goes on."""
         if what not in self._complained:
             self._complained.add(what)
@@ -448,4 +466,6 @@ def run_job(spec: JobSpec) -> int:
     try:
         return asyncio.run(run())
     finally:
-        sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with console.readers_may_leave(stream, for_good=True):
+                stream.flush()

@@ -13,7 +13,7 @@ from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogMessage
 
 _MAX_OPEN_FILES = 256
-_REORDER_S = 0.5
+REORDER_S = 0.5
 """Lines of different nodes arrive out of order; they wait this long for earlier ones."""
 _MAX_LINE_BYTES = 64 * 1024
 
@@ -22,10 +22,10 @@ class RankLogs:
     """One writer for all ranks. Not for several threads at once.
 
     Args:
-        on_line: called with rank, node and text of every complete line, in the order of arrival.
+        on_line: called with rank and text of every complete line, in the order of arrival.
     """
 
-    def __init__(self, run_dir: RunDir, on_line: Callable[[int, str, str], None]) -> None:
+    def __init__(self, run_dir: RunDir, on_line: Callable[[int, bytes], None]) -> None:
         self._run_dir = run_dir
         self._on_line = on_line
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -34,37 +34,64 @@ class RankLogs:
         self._sequence = 0
 
     def write(self, node: str, message: LogMessage, now: float) -> None:
-        """Take one message of ``node``; ``now`` in Unix seconds.
+        """Take one message of ``node``; ``now`` in Unix seconds. Its lines are merged by :meth:`flush`.
 
         Raises:
             OSError: the run directory can't be written.
         """
         match message:
             case LogChunk() if message.cycle >= 0 and message.rank >= 0:
-                self._append(self._run_dir.rank_log(message.cycle, message.rank), message.data)
-                self._split(node, message)
+                try:
+                    self._append(self._run_dir.rank_log(message.cycle, message.rank), message.data)
+                finally:
+                    self._split(node, message, now)
             case LogEnd():
                 rest = self._partial.pop((message.cycle, message.rank), b"")
                 if rest:
                     self._line(node, message.cycle, message.rank, now, rest)
             case _:
                 pass
-        self.flush(now - _REORDER_S)
+
+    @property
+    def waits(self) -> bool:
+        """Lines wait for earlier ones: call :meth:`flush` in a moment, also if nothing comes."""
+        return bool(self._waiting)
 
     def flush(self, until: float) -> None:
-        """Write the merged lines that are older than ``until`` (Unix seconds)."""
+        """Write the merged lines that are not younger than ``until`` (Unix seconds).
+
+        Raises:
+            OSError: the run directory can't be written.
+        """
+        due: dict[int, list[bytes]] = {}
         while self._waiting and self._waiting[0][0] <= until:
             _, _, cycle, line = heapq.heappop(self._waiting)
-            self._append(self._run_dir.merged_log(cycle), line)
+            due.setdefault(cycle, []).append(line)
+        failed = None
+        for cycle, lines in due.items():
+            try:
+                self._append(self._run_dir.merged_log(cycle), b"".join(lines))
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
-        """Write what waits and close the files."""
-        self.flush(float("inf"))
-        while self._open:
-            _, fd = self._open.popitem()
-            os.close(fd)
+        """Write what waits and close the files.
 
-    def _split(self, node: str, chunk: LogChunk) -> None:
+        Raises:
+            OSError: the run directory can't be written.
+        """
+        try:
+            self.flush(float("inf"))
+        finally:
+            while self._open:
+                _, fd = self._open.popitem()
+                os.close(fd)
+
+    def _split(self, node: str, chunk: LogChunk, now: float) -> None:
+        # A node whose clock is ahead must not hold its lines back.
+        ts = min(chunk.ts, now)
         key = (chunk.cycle, chunk.rank)
         *lines, rest = (self._partial.pop(key, b"") + chunk.data).split(b"\n")
         if len(rest) > _MAX_LINE_BYTES:
@@ -72,7 +99,7 @@ class RankLogs:
         if rest:
             self._partial[key] = rest
         for line in lines:
-            self._line(node, chunk.cycle, chunk.rank, chunk.ts, line)
+            self._line(node, chunk.cycle, chunk.rank, ts, line)
 
     def _line(self, node: str, cycle: int, rank: int, ts: float, line: bytes) -> None:
         stamp = datetime.datetime.fromtimestamp(ts).isoformat(timespec="milliseconds")
@@ -80,7 +107,7 @@ class RankLogs:
         merged = f"{stamp} {node} rank {rank}: ".encode() + text + b"\n"
         self._sequence += 1
         heapq.heappush(self._waiting, (ts, self._sequence, cycle, merged))
-        self._on_line(rank, node, text.decode(errors="replace"))
+        self._on_line(rank, text)
 
     def _append(self, path: Path, data: bytes) -> None:
         fd = self._open.pop(path, None)
@@ -88,7 +115,8 @@ class RankLogs:
             if len(self._open) >= _MAX_OPEN_FILES:
                 _, oldest = self._open.popitem(last=False)
                 os.close(oldest)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._open[path] = fd
         view = memoryview(data)

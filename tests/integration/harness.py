@@ -97,6 +97,8 @@ class LocalJob:
             **environment,
         }
         self._coordinator: subprocess.Popen[bytes] | None = None
+        self.closed: set[str] = set()
+        """Streams that nobody reads: stdout, stderr."""
 
     # --- running -------------------------------------------------------------------------------------
 
@@ -107,10 +109,13 @@ class LocalJob:
                 env=self._environment,
                 cwd=self.root,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                stdout=subprocess.PIPE if "stdout" in self.closed else out,
+                stderr=subprocess.PIPE if "stderr" in self.closed else err,
                 start_new_session=True,
             )
+        for stream in (self._coordinator.stdout, self._coordinator.stderr):
+            if stream is not None:
+                stream.close()
         return self
 
     def wait(self, patience_s: float = PATIENCE_S) -> int:
