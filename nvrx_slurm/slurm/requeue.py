@@ -12,7 +12,14 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nvrx_slurm.slurm.client import Job, Node, SlurmClient, SlurmConfig, SlurmRefusedError
+from nvrx_slurm.slurm.client import (
+    Job,
+    Node,
+    SlurmClient,
+    SlurmConfig,
+    SlurmRefusedError,
+    SlurmUnavailableError,
+)
 from nvrx_slurm.slurm.hostlist import compress_hostlist
 
 
@@ -85,7 +92,7 @@ def requeue(client: SlurmClient, job_id: str, bad_nodes: Iterable[str]) -> Reque
 
     Raises:
         CannotRequeueError: nothing was done, or a step was refused; the message says how the job stands.
-        SlurmUnavailableError: Slurm did not answer.
+        SlurmUnavailableError: Slurm did not answer at the start; nothing was done.
     """
     job = client.job(job_id)
     plan = plan_requeue(job, bad_nodes, client.partition_nodes(job.partition), client.config())
@@ -102,9 +109,9 @@ def requeue(client: SlurmClient, job_id: str, bad_nodes: Iterable[str]) -> Reque
             if set(seen) != set(plan.exclude):
                 raise SlurmRefusedError(f"it still excludes {compress_hostlist(seen) or 'nothing'}")
             client.release(job_id)
-        except SlurmRefusedError as error:
+        except (SlurmRefusedError, SlurmUnavailableError) as error:
             raise CannotRequeueError(
-                f"job {job_id} is requeued but held, because Slurm refused a step: {error}; "
+                f"job {job_id} is requeued but held, because a step failed: {error}; "
                 f"release it with: scontrol release {job_id}"
             ) from error
     return plan
