@@ -144,7 +144,7 @@ def test_a_refused_hold_leaves_the_job_as_it_is() -> None:
 @pytest.mark.parametrize("order", ["ExcNodeList", "StartTime", "release"])
 @pytest.mark.parametrize("error", [SlurmRefusedError("no"), SlurmUnavailableError("timed out")])
 def test_a_step_that_fails_after_the_hold_says_how_to_release_the_job(order: str, error: Exception) -> None:
-    with pytest.raises(CannotRequeueError, match="requeued but held.*scontrol release 7"):
+    with pytest.raises(CannotRequeueError, match=r"requeued but held.*scontrol release 7"):
         requeue(_Slurm({order: error}), "7", ["n2"])
 
 
