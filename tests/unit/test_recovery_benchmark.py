@@ -235,7 +235,8 @@ def test_percentiles_of_one_value_are_that_value() -> None:
     [
         ("", ""),
         ("first\nlast\n=======\n", "last"),
-        ("step 1\nRuntimeError: refused\nsalloc: bye\n", "RuntimeError: refused"),
+        ("RuntimeError: refused\nbye\nsrun: error: n4: task 3: Exited\n", "RuntimeError: refused"),
+        ("srun: error: no such program\n", "srun: error: no such program"),
         ("x" * 500, "x" * 199 + "…"),
     ],
 )

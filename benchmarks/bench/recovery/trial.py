@@ -148,8 +148,12 @@ def _explain(launch: Launch, otherwise: str) -> str:
 
 
 def telling_line(log: str) -> str:
-    """Return the last line that names an error, else the last one, cut to a readable length."""
+    """Return the last line that names an error, else the last one, cut to a readable length.
+
+    What Slurm says about it comes later and tells less.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip(" =-^\t")]
+    lines = [line for line in lines if not line.startswith(("srun: ", "salloc: "))] or lines
     errors = [line for line in lines if "Error" in line or "error:" in line]
     line = (errors or lines or [""])[-1]
     return line if len(line) <= 200 else f"{line[:199]}…"
