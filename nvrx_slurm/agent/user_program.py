@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import os
 import runpy
-import signal
 import sys
 import types
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from nvrx_slurm.wire.messages import Program, ProgramKind
@@ -27,32 +26,45 @@ def command_line(program: Program) -> list[str]:
 def run_user_program(program: Program) -> None:
     """Execute ``program`` as ``__main__``; returns when it ends well, exits with its code otherwise.
 
-    Output is unbuffered by line, as with ``python -u``, so that a killed rank's last lines are not lost.
+    The interpreter was started with ``-u``, so that a killed rank's last lines are not lost.
     """
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     _reseed()
     sys.argv = [program.target, *program.args]
     try:
         if program.kind is ProgramKind.MODULE:
-            sys.path[0] = program.cwd
+            _look_first_in(program.cwd)
             runpy.run_module(program.target, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(program.target).resolve().parent)
+            _look_first_in(str(Path(program.target).resolve().parent))
             _run_script(program.target)
     except SystemExit:
         raise
     except BaseException as error:
         _report(error)
         if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+            # The interpreter runs the exit handlers, then ends by SIGINT, and has nothing to add.
+            sys.excepthook = lambda *_: None
+            raise
         sys.exit(1)
 
 
+def _look_first_in(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH, since Python 3.11
+        sys.path.insert(0, folder)
+
+
 def _run_script(script: str) -> None:
+    names = {
+        "__file__": script,
+        "__builtins__": builtins,
+        "__loader__": SourceFileLoader("__main__", script),
+    }
+    if sys.version_info < (3, 15):
+        names["__cached__"] = None
+    if sys.version_info < (3, 14):
+        names["__annotations__"] = {}
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=script, __builtins__=builtins, __annotations__={})
+    main.__dict__.update(names)
     sys.modules["__main__"] = main
     try:
         source = Path(script).read_bytes()
@@ -72,7 +84,12 @@ def _report(error: BaseException) -> None:
 
 
 def _reseed() -> None:
-    """NumPy seeds its global generator at import; ranks forked after it would all draw the same numbers."""
+    """NumPy and torch seed their generators at import: ranks forked after it, and those of every later cycle,
+    would all draw the same numbers. Python's own generator knows of forks.
+    """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.seed()

@@ -7,7 +7,7 @@ if a preloaded module broke that, ranks are executed in new interpreters instead
 It is a subreaper: whatever a rank leaves behind becomes its child, and :class:`KillEverything` leaves
 nothing. It dies with its agent, and the ranks die with it.
 
-Run as ``python -m nvrx_slurm.agent.worker_server`` by the agent only.
+Started by the agent only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _MAX_FDS = 253  # SCM_MAX_FD, linux/include/net/scm.h
 class WorkerServer:
     """Forks ranks, tells of their exits, kills what they leave."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, why_no_torch: str) -> None:
         self._channel = channel
+        self._why_no_torch = why_no_torch
         self._ranks: dict[int, int] = {}
         """Rank of each rank process that has not been reaped."""
         self._clearing = False
@@ -90,8 +91,7 @@ class WorkerServer:
             case protocol.SignalRanks():
                 for pid, rank in self._ranks.items():
                     if request.ranks is None or rank in request.ranks:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.killpg(pid, request.signal)
+                        _signal_group(pid, request.signal)
             case protocol.KillEverything():
                 self._clearing = True
                 self._kill_some()
@@ -100,7 +100,7 @@ class WorkerServer:
     # --- starting ------------------------------------------------------------------------------------
 
     def _start(self, request: protocol.StartRanks, fds: list[int]) -> Callable[[], None] | None:
-        why_cold = _why_not_forkable() if request.warm else "warm start is switched off"
+        why_cold = _why_not_forkable(self._why_no_torch) if request.warm else "warm start is switched off"
         if request.program.kind is ProgramKind.EXECUTABLE:
             why_cold = "it is not a Python program"
         pids: list[int] = []
@@ -172,14 +172,23 @@ class WorkerServer:
             self._reply(protocol.Cleared())
 
 
-def _why_not_forkable() -> str:
+def _signal_group(pid: int, sig: int) -> None:
+    """Signal the process group of a rank, which has not been reaped."""
+    try:
+        os.killpg(pid, sig)
+    except ProcessLookupError:
+        # It has not come to its setsid(2) yet.
+        os.kill(pid, sig)
+
+
+def _why_not_forkable(why_no_torch: str) -> str:
     """Return why ranks can't be forked from this process, empty if they can."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"the preloaded modules left {threads - 1} threads running"
     torch = sys.modules.get("torch")
     if torch is None:
-        return "torch could not be imported"
+        return f"torch could not be imported: {why_no_torch}"
     if torch.cuda.is_initialized():
         return "a preloaded module initialised CUDA"
     return ""
@@ -189,6 +198,7 @@ def _become_rank(program: Program, spec: protocol.RankSpec, output: int, *, cold
     """Make the forked process look like a fresh interpreter that was started for ``spec``."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    os.close(null)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(spec.env)
@@ -208,16 +218,34 @@ def _become_rank(program: Program, spec: protocol.RankSpec, output: int, *, cold
     return lambda: run_user_program(program)
 
 
-def _preload() -> None:
-    with contextlib.suppress(ImportError):
+def _preload() -> str:
+    """Import what every rank needs; return what was wrong with torch, empty if nothing was."""
+    problem = ""
+    try:
         import torch
         import torch.distributed
+    except Exception as error:  # OSError, for instance, where a library of CUDA is missing
+        problem = repr(error)
     # The first optimizer imports it, which takes as long as torch itself; a release may do without.
     with contextlib.suppress(Exception):
         import torch._dynamo  # noqa: F401
     gc.collect()
     # Objects of the imports are never garbage: collecting them in every rank would only unshare their pages.
     gc.freeze()
+    _fork_once()
+    return problem
+
+
+def _fork_once() -> None:
+    """Shed the threads that OpenBLAS, which NumPy loads, has from its import on.
+
+    It ends them before any fork and makes new ones when it is used (pthread_atfork(3)): what is left after
+    one are threads that a rank would miss.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def main() -> NoReturn:
@@ -229,12 +257,7 @@ def main() -> NoReturn:
     linux.set_process_name("nvrx-warm")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if protocol.NO_PRELOAD not in sys.argv:
-        _preload()
-    in_rank = WorkerServer(channel).serve()
+    why_no_torch = "" if protocol.NO_PRELOAD in sys.argv else _preload()
+    in_rank = WorkerServer(channel, why_no_torch).serve()
     in_rank()
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    main()

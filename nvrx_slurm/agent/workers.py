@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from nvrx_slurm.agent import server_protocol as protocol
 from nvrx_slurm.agent.server_protocol import RankSpec, Reply
+from nvrx_slurm.interpreter import command_for
 from nvrx_slurm.wire.messages import Program
 
 
@@ -37,13 +37,7 @@ class WorkerServerProcess:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-m",
-                    "nvrx_slurm.agent.worker_server",
-                    *([] if preload else [protocol.NO_PRELOAD]),
-                ],
+                command_for("nvrx_slurm.agent.worker_server", *([] if preload else [protocol.NO_PRELOAD])),
                 env={
                     **environ,
                     protocol.FD_VARIABLE: str(theirs.fileno()),

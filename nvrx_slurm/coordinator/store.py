@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Callable
+
+from nvrx_slurm.interpreter import command_for
 
 
 class StoreError(RuntimeError):
@@ -55,10 +56,7 @@ class RendezvousStores:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "nvrx_slurm.coordinator.store_process",
-            self.address,
+            *command_for("nvrx_slurm.coordinator.store_process", self.address),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

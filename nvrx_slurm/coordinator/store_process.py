@@ -1,9 +1,9 @@
 """Hosts the ranks' rendezvous stores, in a process of its own so that the Coordinator needs no torch.
 
-``python -m nvrx_slurm.coordinator.store_process ADDRESS``: for each line of standard input it opens a new,
-empty store on a free port of ADDRESS and prints the port; at the end of the input it exits. It outlives every
-rank, and each cycle has its own: torch's ranks expect an agent's store to be fresh (torch/distributed/
-rendezvous.py, ``_create_c10d_store``), and nothing of an old cycle can be found in a new one.
+Started with an address; for each line of standard input it opens a new, empty store on a free port of that
+address and prints the port; at the end of the input it exits. It outlives every rank, and each cycle has its
+own: torch's ranks expect an agent's store to be fresh (torch/distributed/rendezvous.py,
+``_create_c10d_store``), and nothing of an old cycle can be found in a new one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections import deque
 from nvrx_slurm import linux
 
 
-def main(address: str) -> None:
+def main() -> None:
     """Serve until the parent closes our standard input, or dies."""
+    address = sys.argv[2]
     linux.die_with_parent(signal.SIGKILL, os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -34,7 +35,3 @@ def main(address: str) -> None:
         fd = listener.detach()
         stores.append(TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
         print(port, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -100,6 +100,15 @@ class LocalJob:
         self.closed: set[str] = set()
         """Streams that nobody reads: stdout, stderr."""
 
+    def replace_script(self, path: Path) -> None:
+        """Run another file than ``train.py`` in the job's folder."""
+        self._argv[self._argv.index(str(self.script))] = str(path)
+        self.script = path
+
+    def environment_of_agents(self, **environment: str) -> None:
+        """Set variables for agents and ranks alone."""
+        self._environment.update({f"AGENT_{name}": value for name, value in environment.items()})
+
     # --- running -------------------------------------------------------------------------------------
 
     def start(self) -> LocalJob:

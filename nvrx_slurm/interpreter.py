@@ -1,0 +1,19 @@
+"""Run modules of this package in interpreters of their own."""
+
+from __future__ import annotations
+
+import sys
+
+_RUN = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
+    "from importlib import import_module; import_module(sys.argv[1]).main()"
+)
+
+
+def command_for(module: str, *arguments: str) -> list[str]:
+    """Return the command that calls ``main()`` of ``module``, with ``arguments`` from ``sys.argv[2]`` on.
+
+    ``python -m`` would look into the working directory first, and a user's ``queue.py`` or ``socket.py``
+    there would take the place of Python's own.
+    """
+    return [sys.executable, "-u", "-c", _RUN, module, *arguments]
