@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +28,44 @@ from nvrx_slurm.journal import (
 )
 
 MakeJob = Callable[..., LocalJob]
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.0
 PROMPTLY_S = 0.1
+
+
+class Promptness:
+    """How late something may be: what is promised, and what this machine adds while others use it too."""
+
+    def __init__(self) -> None:
+        self._lag_s = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._measure)
+
+    def _measure(self) -> None:
+        began = time.monotonic()
+        while not self._end.wait(0.01):
+            now = time.monotonic()
+            self._lag_s = max(self._lag_s, now - began - 0.01)
+            began = now
+
+    def __enter__(self) -> Promptness:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    @property
+    def bound_s(self) -> float:
+        # The agent, the Coordinator, and the agents that it asks: each may have had to wait once.
+        return PROMPTLY_S + 3 * self._lag_s
+
+
+@pytest.fixture
+def promptness() -> Iterator[Promptness]:
+    with Promptness() as measured:
+        yield measured
+
 
 # The ranks wait for each other once a step, as a collective would make them do. In cycle 0 rank 1 hangs.
 PREAMBLE = """
@@ -71,6 +108,7 @@ def be_stopped():
 """
 HEARTBEATS = """
 client.init_workload_monitoring()
+meet("start")
 for step in range(6):
     if culprit(step):
         {hang}()
@@ -105,16 +143,18 @@ HANGS = {
 
 
 @pytest.mark.parametrize("hang", HANGS)
-def test_a_hung_rank_is_found_in_time_its_stacks_are_kept_and_all_restart(job: MakeJob, hang: str) -> None:
+def test_a_hung_rank_is_found_in_time_its_stacks_are_kept_and_all_restart(
+    job: MakeJob, promptness: Promptness, hang: str
+) -> None:
     script = PREAMBLE + HEARTBEATS.format(hang=hang)
     it = job(script, "--heartbeat-timeout", f"{TIMEOUT_S}s", nodes=2, ranks=1)
     assert it.run() == 0, it.stderr
 
     at, fault = first(it, FaultDetected)
-    assert (fault.kind, fault.rank) == (FaultKind.HANG, 1)
-    assert fault.detail.startswith(f"no heartbeat for {TIMEOUT_S} s; ")
+    assert (fault.kind, fault.rank) == (FaultKind.HANG, 1), it.stderr
+    assert fault.detail.startswith(f"no heartbeat for {TIMEOUT_S:g} s; ")
     # The deadline ran from its last heartbeat, a moment before it hung.
-    assert -0.05 <= at - hung_at(it) - TIMEOUT_S < PROMPTLY_S
+    assert -0.05 <= at - hung_at(it) - TIMEOUT_S < promptness.bound_s, it.stderr
 
     _, found = first(it, HangEvidence)
     assert (found.rank, found.source, found.process_state) == (1, "faulthandler", HANGS[hang])
@@ -126,11 +166,13 @@ def test_a_hung_rank_is_found_in_time_its_stacks_are_kept_and_all_restart(job: M
     assert f"in {hang}" in file.read_text()
 
     stopped, _ = first(it, WorkersStopped)
-    assert stopped - at < 1.5
-    assert len(it.events(CycleStarted)) == 2
+    assert stopped - at < 1 + promptness.bound_s, it.stderr
+    assert len(it.events(CycleStarted)) == 2, it.stderr
 
 
-def test_an_outer_section_is_enforced_while_an_inner_one_is_open(job: MakeJob) -> None:
+def test_an_outer_section_is_enforced_while_an_inner_one_is_open(
+    job: MakeJob, promptness: Promptness
+) -> None:
     """W2 and W5, with processes; no section has a magic name, no heartbeat is ever sent."""
     script = """
 client.init_workload_monitoring()
@@ -145,13 +187,15 @@ if cycle == "0" and rank == 1:
     assert it.run() == 0, it.stderr
     at, fault = first(it, FaultDetected)
     assert fault.detail.startswith("section 'outer' open for 0.4 s; ")
-    assert 0 <= at - hung_at(it) - 0.4 < PROMPTLY_S
+    assert 0 <= at - hung_at(it) - 0.4 < promptness.bound_s, it.stderr
     _, found = first(it, HangEvidence)
     assert set(found.sections) == {"outer", "inner"}
     assert found.sections["outer"] >= 0.4
 
 
-def test_a_rank_outside_of_all_sections_for_too_long_is_hung(job: MakeJob, tmp_path: Path) -> None:
+def test_a_rank_outside_of_all_sections_for_too_long_is_hung(
+    job: MakeJob, promptness: Promptness, tmp_path: Path
+) -> None:
     script = """
 client.init_workload_monitoring()
 client.start_section("forward")
@@ -170,7 +214,7 @@ if cycle == "0":
     assert it.run() == 0, it.stderr
     at, fault = first(it, FaultDetected)
     assert fault.detail.startswith("no section open for 0.4 s; ")
-    assert 0 <= at - hung_at(it) - 0.4 < PROMPTLY_S
+    assert 0 <= at - hung_at(it) - 0.4 < promptness.bound_s, it.stderr
 
 
 @pytest.mark.parametrize(
