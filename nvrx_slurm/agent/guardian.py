@@ -36,6 +36,10 @@ def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
         except BaseException:
             traceback.print_exc()
         finally:
+            if os.getppid() != guardian:
+                # It was killed: nobody else clears up.
+                linux.kill_descendants()
+                shutil.rmtree(private_dir, ignore_errors=True)
             # Nothing of the guardian's stack may unwind in the child.
             sys.stdout.flush()
             sys.stderr.flush()

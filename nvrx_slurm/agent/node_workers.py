@@ -29,6 +29,8 @@ from nvrx_slurm.wire.stacks import stacks_path
 _log = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 5.0
 _KILL_TIMEOUT_S = 5.0
+_SERVER_INTERVAL_S = 1.0
+"""Worker servers are not started more often."""
 _MAX_REASONS = 4
 _EVIDENCE_S = 0.8
 _EVIDENCE_GRACE_S = 0.15
@@ -83,6 +85,7 @@ class NodeWorkers:
         """Start the ranks of a cycle; the one before has been stopped."""
         if self._cycle is not None:
             self._cycle.close()
+            self._cycle = None
         try:
             cycle = LocalCycle(start, self._slots, self._private_dir, self._on_stalled)
             self._cycle = cycle
@@ -221,6 +224,7 @@ class NodeWorkers:
         cycle = self._cycle
         match reply:
             case None:
+                self._cleared.clear()
                 self._recovering = asyncio.create_task(self._recover())
             case server_protocol.Started() if cycle is not None:
                 cycle.monitors.started(dict(zip(cycle.ranks, reply.pids, strict=True)))
@@ -267,6 +271,8 @@ class NodeWorkers:
         if self._cycle is not None:
             for rank in sorted(self._cycle.alive):
                 self._rank_exited(self._cycle, rank, -signal.SIGKILL, "the node's worker server was killed")
+        # One that dies at once, for whatever reason, would do so again and again.
+        await asyncio.sleep(max(0.0, self._server.started + _SERVER_INTERVAL_S - time.monotonic()))
         self._server = self._new_server()
         self._recovering = None
         self._cleared.set()

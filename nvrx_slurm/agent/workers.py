@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from nvrx_slurm.agent import server_protocol as protocol
@@ -32,6 +33,7 @@ class WorkerServerProcess:
         Raises:
             OSError: the interpreter cannot be started.
         """
+        self.started = time.monotonic()
         self._on_reply = on_reply
         self._loop = asyncio.get_running_loop()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

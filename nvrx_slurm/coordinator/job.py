@@ -7,13 +7,15 @@ import contextlib
 import signal
 import sys
 import time
+import traceback
+from collections import defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
-from nvrx_slurm.coordinator.cycle import EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.cycle import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
@@ -39,6 +41,7 @@ _AGENTS_GRACE_S = 15.0
 _SRUN_GRACE_S = 2.0
 _OUTPUT_QUEUE = 1024
 _CULPRIT_LINES = 20
+_LAST_LINES_TIMEOUT_S = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _DRAIN_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1)
 
@@ -85,6 +88,8 @@ class JobRunner:
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[steps.End] | None = None
+        self._complete: defaultdict[tuple[int, int], asyncio.Event] = defaultdict(asyncio.Event)
+        """Set when all output of a rank, named by cycle and rank, has arrived."""
         self._asked_to_stop: int | None = None
         """The cycle whose ranks were asked to save and end."""
         self._step: int | None = None
@@ -116,6 +121,8 @@ class JobRunner:
             await step.end(_SRUN_GRACE_S)
             await self._stores.close()
             await self._log_queue.join()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=2 * _LAST_LINES_TIMEOUT_S)
             async with self._saving:
                 pass
             writing.cancel()
@@ -287,13 +294,22 @@ class JobRunner:
 
     async def output(self, node: str, message: msg.LogMessage) -> None:
         await self._log_queue.put((node, message))
+        if isinstance(message, msg.LogEnd):
+            self._complete[message.cycle, message.rank].set()
 
     def _store_lost(self, why: str) -> None:
         self._stores.start()
         self._feed(steps.StoreLost(self._spec.host, why))
 
     def _feed(self, event: steps.Event) -> None:
-        self._carry_out(self._machine.handle(event, time.monotonic()))
+        try:
+            self._carry_out(self._machine.handle(event, time.monotonic()))
+        except Exception as error:
+            # Logged and forgotten by the event loop, it would leave a job that waits for ever.
+            traceback.print_exc()
+            why = f"an error in nvrx-srun itself: {error!r}"
+            self._record(journal.JobEnded(code=EXIT_FAILED, why=why))
+            self._carry_out([steps.End(EXIT_FAILED, why)])
 
     # --- commands out --------------------------------------------------------------------------------
 
@@ -305,6 +321,8 @@ class JobRunner:
                     self._record(command.event, command.cycle)
                 case steps.StartCycle():
                     self._step = None
+                    for key in [key for key in self._complete if key[0] < command.cycle - 1]:
+                        del self._complete[key]
                     self._spawn(self._start_cycle(command))
                 case steps.StopCycle():
                     stop = msg.StopWorkers(cycle=command.cycle, hung=list(command.hung))
@@ -402,8 +420,10 @@ class JobRunner:
 
     async def _show_last_lines(self, cycle: int, rank: int) -> None:
         """Off the restart path: what the culprit said last, for whoever reads the job's output file."""
+        complete = self._complete[cycle, rank]
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._log_queue.join(), 1.0)
+            await asyncio.wait_for(complete.wait(), _LAST_LINES_TIMEOUT_S)
+            await asyncio.wait_for(self._log_queue.join(), _LAST_LINES_TIMEOUT_S)
         for line in last_lines(self._spec.run_dir.rank_log(cycle, rank), _CULPRIT_LINES):
             console.say(f"  rank {rank} | {line}")
 

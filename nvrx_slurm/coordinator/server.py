@@ -54,6 +54,7 @@ class AgentServer:
         self._open_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._closing = False
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         handlers: dict[str, Any] = {
             rpc.CONTROL: grpc.stream_stream_rpc_method_handler(
@@ -95,6 +96,7 @@ class AgentServer:
 
     async def shut_down(self, grace_s: float) -> None:
         """Tell every agent to end, wait until their streams have closed or the time is over, then stop."""
+        self._closing = True
         for connection in self._connections.values():
             connection.outbox.put_nowait(msg.Shutdown())
         try:
@@ -142,6 +144,8 @@ class AgentServer:
         connection = _Connection()
         self.disconnect(node, "another agent of this node took its place")
         self._connections[node] = connection
+        if self._closing:
+            connection.outbox.put_nowait(msg.Shutdown())
         self._sink.joined(node, slots)
         tasks = [
             asyncio.create_task(self._read(context, node, connection)),

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 
 from nvrx_slurm.interpreter import command_for
+
+_PROCESS_INTERVAL_S = 1.0
+"""Store processes are not started more often."""
+_OPEN_TIMEOUT_S = 300.0
+"""To import torch, from a busy file system, and open a store."""
 
 
 class StoreError(RuntimeError):
@@ -24,13 +30,20 @@ class RendezvousStores:
     def __init__(self, address: str, on_lost: Callable[[str], None]) -> None:
         self.address = address
         self._on_lost = on_lost
+        self._started = -_PROCESS_INTERVAL_S
         self._process: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._next: asyncio.Task[int] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to start the process and to open the first store."""
-        self._process = asyncio.create_task(self._spawn())
+        """Begin to start the process and to open the first store.
+
+        Called again soon, it waits a moment first: a process that dies at once would do so over and over.
+        """
+        now = time.monotonic()
+        pause = max(0.0, self._started + _PROCESS_INTERVAL_S - now)
+        self._started = now + pause
+        self._process = asyncio.create_task(self._spawn(pause))
         self._watching = asyncio.create_task(self._watch(self._process))
         self._next = self._open_ahead(self._process)
 
@@ -38,7 +51,7 @@ class RendezvousStores:
         """Return the port of a store that no rank has used.
 
         Raises:
-            StoreError: the process ended instead.
+            StoreError: there is none; ``on_lost`` is called too.
         """
         assert self._process is not None, "start() comes first"
         assert self._next is not None, "start() comes first"
@@ -54,7 +67,9 @@ class RendezvousStores:
         opening.add_done_callback(lambda done: done.cancelled() or done.exception())
         return opening
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self, pause: float) -> asyncio.subprocess.Process:
+        if pause:
+            await asyncio.sleep(pause)
         return await asyncio.create_subprocess_exec(
             *command_for("nvrx_slurm.coordinator.store_process", self.address),
             stdin=asyncio.subprocess.PIPE,
@@ -64,19 +79,30 @@ class RendezvousStores:
         )
 
     async def _open(self, spawning: asyncio.Task[asyncio.subprocess.Process]) -> int:
-        process = await asyncio.shield(spawning)
+        try:
+            process = await asyncio.shield(spawning)
+        except OSError as error:
+            raise StoreError(f"no rendezvous store on {self.address}: {error}") from error
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.write(b"open\n")
             await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line:
-            raise StoreError(f"no rendezvous store on {self.address}: its process has ended")
-        return int(line)
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), _OPEN_TIMEOUT_S)
+            return int(line)
+        except (ValueError, asyncio.TimeoutError) as error:
+            # Mostly it has ended. If not, it is of no use: then this ends it, and whoever watches it says so.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise StoreError(f"no rendezvous store on {self.address}: its process gave none") from error
 
     async def _watch(self, spawning: asyncio.Task[asyncio.subprocess.Process]) -> None:
-        process = await asyncio.shield(spawning)
+        try:
+            process = await asyncio.shield(spawning)
+        except OSError as error:
+            self._on_lost(f"the rendezvous store's process cannot be started: {error}")
+            return
         assert process.stderr is not None
         said = ""
         while data := await process.stderr.read(65536):
@@ -92,7 +118,8 @@ class RendezvousStores:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._process is not None:
-            process = await self._process
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            with contextlib.suppress(OSError):
+                process = await self._process
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()

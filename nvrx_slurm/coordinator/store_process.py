@@ -23,6 +23,9 @@ def main() -> None:
     linux.die_with_parent(signal.SIGKILL, os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Standard output is for ports alone, whatever torch and what it imports may print.
+    ports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -34,4 +37,4 @@ def main() -> None:
         # TCPStore owns the descriptor from here on, and it alone closes it.
         fd = listener.detach()
         stores.append(TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
-        print(port, flush=True)
+        print(port, file=ports, flush=True)

@@ -12,8 +12,9 @@ from nvrx_slurm.journal.events import AnyEvent, JobEnded, Record, Verdict
 class JournalWriter:
     """The one writer of a job's ``journal.jsonl``.
 
-    Every event is one ``write`` of one line, so a crash can tear at most the last line; opening the file
-    again closes such a line off, and readers skip it. Verdicts and the end of the job are also fsynced.
+    Every event is one ``write`` of one line, so a crash or a full disk can tear at most that line; the next
+    event, or opening the file again, closes such a line off, and readers skip it. Verdicts and the end of the
+    job are also fsynced.
     """
 
     def __init__(self, path: Path, job: str, attempt: int) -> None:
@@ -26,6 +27,7 @@ class JournalWriter:
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")
+        self._torn = False
         self._job = job
         self._attempt = attempt
         self._epoch = time.time() - time.monotonic()
@@ -43,10 +45,12 @@ class JournalWriter:
             cycle=cycle,
             event=event,
         )
-        line = record.to_line()
+        line = b"\n" * self._torn + record.to_line()
         written = os.write(self._fd, line)
         if written != len(line):
+            self._torn = True
             raise OSError(f"journal: only {written} of {len(line)} bytes were written")
+        self._torn = False
         if isinstance(event, Verdict | JobEnded):
             os.fsync(self._fd)
         return record

@@ -54,6 +54,9 @@ def is_alive(process: psutil.Process) -> bool:
 class LocalJob:
     """One job of ``nvrx-srun``, and what can be seen and done from outside."""
 
+    stand_ins = HERE / "stand_ins"
+    stub_torch = HERE / "stub_torch"
+
     def __init__(
         self,
         root: Path,
@@ -84,8 +87,8 @@ class LocalJob:
         ]
         self._environment = {
             **clean_environment(),
-            "PATH": f"{HERE / 'stand_ins'}:{BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": "" if real_torch else str(HERE / "stub_torch"),
+            "PATH": f"{self.stand_ins}:{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": "" if real_torch else str(self.stub_torch),
             # Names of nodes are not to be looked up for long.
             "RES_OPTIONS": "timeout:1 attempts:1",
             "SLURM_JOB_ID": JOB_ID,
@@ -108,6 +111,12 @@ class LocalJob:
     def environment_of_agents(self, **environment: str) -> None:
         """Set variables for agents and ranks alone."""
         self._environment.update({f"AGENT_{name}": value for name, value in environment.items()})
+
+    def environment_of_coordinator(self, **environment: str) -> None:
+        """Set variables for all, of which agents and ranks keep the former ``PATH`` and ``PYTHONPATH``."""
+        for name in ("PATH", "PYTHONPATH"):
+            self._environment.setdefault(f"AGENT_{name}", self._environment[name])
+        self._environment.update(environment)
 
     # --- running -------------------------------------------------------------------------------------
 
@@ -237,6 +246,15 @@ class LocalJob:
     @property
     def private_dirs(self) -> list[Path]:
         return list(self._local.iterdir())
+
+    def private_dir_of(self, node: str) -> Path:
+        """The agent's own directory, as its ranks' environment tells."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                environment = process.environ()
+                if environment.get("SLURMD_NODENAME") == node and "NVRX_RANK_SOCKET" in environment:
+                    return Path(environment["NVRX_RANK_SOCKET"]).parent
+        raise AssertionError(f"no rank runs on {node}")
 
     @property
     def records(self) -> list[Record]:

@@ -521,3 +521,77 @@ def test_a_silent_coordinator_is_given_up_by_its_agents(job: Jobs) -> None:
     run.signal(signal.SIGCONT)
     assert run.wait() == 75
     assert run.nothing_is_left()
+
+
+# --- what cannot be started --------------------------------------------------------------------------
+
+
+def test_a_store_that_cannot_come_up_fails_the_job_with_its_words(job: Jobs) -> None:
+    run = job(WAITS, *COLD, "--max-restarts", "1", ranks=1)
+    broken = run.root / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise OSError('libtorch.so: file too short')")
+    run.environment_of_coordinator(PYTHONPATH=str(broken.parent))
+    assert run.run() == 1
+    assert "OSError: libtorch.so: file too short" in run.events(journal.JobEnded)[0].why
+    assert run.nothing_is_left()
+
+
+def test_what_torch_prints_on_import_is_not_taken_for_a_port(job: Jobs) -> None:
+    run = job(RANK + "write('port', os.environ['MASTER_PORT'])", *COLD, ranks=1)
+    chatty = run.root / "chatty" / "torch"
+    chatty.mkdir(parents=True)
+    (chatty / "__init__.py").write_text("print('29500 is a nice port')")
+    (chatty / "distributed.py").write_text((run.stub_torch / "torch" / "distributed.py").read_text())
+    run.environment_of_coordinator(PYTHONPATH=str(chatty.parent))
+    assert run.run() == 0
+    assert run.wait_for_file("port") != "29500"
+
+
+def test_a_missing_srun_fails_the_job(job: Jobs) -> None:
+    run = job(WAITS, *COLD, ranks=1)
+    tools = run.root / "tools"
+    tools.mkdir()
+    (tools / "scontrol").symlink_to(run.stand_ins / "scontrol")
+    run.environment_of_coordinator(PATH=f"{tools}:/bin:/usr/bin")
+    assert run.run() == 1
+    assert run.events(journal.JobEnded)[0].why.startswith("no agent ever joined: srun")
+    assert run.nothing_is_left()
+
+
+def test_an_agent_that_cannot_take_part_says_why(job: Jobs) -> None:
+    run = job(WAITS, *COLD, "--nproc-per-node", "gpu")
+    assert run.run() == 1
+    (ended,) = run.events(journal.JobEnded)
+    assert ended.why == (
+        "no node can be used: --nproc-per-node=gpu, but Slurm has given this job no GPU on this node"
+    )
+    assert run.nothing_is_left()
+
+
+def test_a_node_whose_agent_never_comes_is_replaced_by_a_spare(job: Jobs) -> None:
+    run = job(RANK, *COLD, "--spares", "1", nodes=3, ranks=1, TEST_ABSENT_NODES="n2")
+    assert run.run() == 0
+    assert run.events(journal.CycleStarted)[0].nodes == ["n1", "n3"]
+
+
+def test_a_private_directory_that_is_gone_is_a_fault_of_its_node(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+if cycle == 0:
+    write(f"ready{rank}")
+    wait_for("go_on")
+    sys.exit(1)
+"""
+    )
+    run = job(script, *COLD, "--spares", "1", "--max-restarts", "3", nodes=2, ranks=1).start()
+    run.wait_for_file("ready0")
+    on_n1 = run.private_dir_of("n1")
+    for path in on_n1.iterdir():
+        path.unlink()
+    on_n1.rmdir()
+    run.touch("go_on")
+    assert run.wait() == 1
+    assert {fault.kind for fault in run.events(journal.FaultDetected)[1:]} == {FaultKind.START}
+    assert run.nothing_is_left()
