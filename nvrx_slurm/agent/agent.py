@@ -87,6 +87,11 @@ class Agent:
             request_serializer=rpc.encode,
             response_deserializer=rpc.decode_coordinator.decode,
         )(metadata=metadata)
+        metadata_of_coordinator = await asyncio.wait_for(control.initial_metadata(), _CONNECT_TIMEOUT_S)
+        if rpc.GREETING not in tuple(metadata_of_coordinator):
+            address = self._config.coordinator
+            _log.error("not taken by the Coordinator at %s: %s", address, await control.details())
+            return EXIT_COORDINATOR_GONE
         hello = msg.Hello(version=msg.PROTOCOL_VERSION, node=self._config.node, fence=self._config.fence)
         await control.write(hello)
         welcome = await asyncio.wait_for(control.read(), _CONNECT_TIMEOUT_S)

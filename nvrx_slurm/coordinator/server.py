@@ -110,6 +110,7 @@ class AgentServer:
     async def _authenticate(self, context: _Context) -> None:
         if not rpc.token_matches(context.invocation_metadata() or (), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "not an agent of this job")
+        await context.send_initial_metadata((rpc.GREETING,))
 
     def _stream_opened(self) -> None:
         self._open_streams += 1

@@ -19,6 +19,9 @@ LOGS = "Logs"
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 TOKEN_METADATA = "nvrx-token"
+GREETING = ("nvrx-listens", "yes")
+"""Initial metadata of the Coordinator. An agent says nothing before: if it were still writing while it is
+turned away, gRPC would tell it of an internal error instead of the reason."""
 TOKEN_VARIABLE = "NVRX_TOKEN"
 COORDINATOR_VARIABLE = "NVRX_COORDINATOR"
 FENCE_VARIABLE = "NVRX_FENCE"
