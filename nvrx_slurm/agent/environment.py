@@ -37,7 +37,8 @@ def resolve_slots(nproc_per_node: str, environ: Mapping[str, str]) -> int:
             raise SlotsError("--nproc-per-node=gpu, but Slurm has given this job no GPU on this node")
         case "cpu":
             return len(os.sched_getaffinity(0))
-    if not nproc_per_node.isdigit() or int(nproc_per_node) < 1:
+    digits = nproc_per_node.isascii() and nproc_per_node.isdigit()
+    if not digits or int(nproc_per_node) < 1:
         raise SlotsError(f"--nproc-per-node={nproc_per_node}: a number above 0, auto, gpu or cpu is accepted")
     return int(nproc_per_node)
 

@@ -220,7 +220,8 @@ def _program(script: str, module: bool, no_python: bool) -> tuple[ProgramKind, s
 
 def _check_nproc(nproc_per_node: str) -> None:
     words = ("auto", "gpu", "cpu")
-    if nproc_per_node not in words and not (nproc_per_node.isdigit() and int(nproc_per_node) > 0):
+    digits = nproc_per_node.isascii() and nproc_per_node.isdigit()
+    if nproc_per_node not in words and not (digits and int(nproc_per_node) > 0):
         raise click.BadParameter(
             f"{nproc_per_node!r}: a number above 0, auto, gpu or cpu is accepted",
             param_hint="--nproc-per-node",

@@ -94,7 +94,7 @@ class JobEnvironment:
             NotInAllocationError: ``SLURM_JOB_ID`` is missing.
         """
         job_id = environ.get("SLURM_JOB_ID", "")
-        if not job_id.isdigit():
+        if not (job_id.isascii() and job_id.isdigit()):
             raise NotInAllocationError("SLURM_JOB_ID is not set: this is not inside a Slurm allocation")
         return cls(
             job_id=job_id,
