@@ -1,0 +1,99 @@
+"""What the person who watches the job's output file is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from nvrx_slurm import journal
+from nvrx_slurm.coordinator import console
+from nvrx_slurm.journal import FaultKind, Record, VerdictAction
+from nvrx_slurm.journal.events import AnyEvent, Event
+
+TOLD: list[tuple[AnyEvent, str]] = [
+    (
+        journal.CycleStarted(world_size=8, nodes=["n1", "n2"], spares=["n3"]),
+        "cycle 2: starting 8 ranks on n1 n2, spare n3",
+    ),
+    (
+        journal.CycleStarted(world_size=34, nodes=[f"n{n}" for n in range(17)], spares=[]),
+        "cycle 2: starting 34 ranks on 17 nodes",
+    ),
+    (
+        journal.WorkersStarted(node="n1", ranks=[0], pids=[9], warm=False, why_cold="it is not Python"),
+        "n1: ranks start in new interpreters: it is not Python",
+    ),
+    (journal.FirstStep(ranks=8), "cycle 2: all 8 ranks are training"),
+    (
+        journal.CheckpointLoaded(step=20, layer="shared", rank=0),
+        "resumed from the shared checkpoint of step 20",
+    ),
+    (
+        journal.FaultDetected(kind=FaultKind.SIGNAL, node="n1", rank=3, signal="SIGKILL", detector="child"),
+        "FAULT: rank 3 on n1 was killed by SIGKILL",
+    ),
+    (journal.NodeLost(node="n4", why="its connection broke"), "node n4 is gone: its connection broke"),
+    (journal.NodeExcluded(node="n4", reason="too slow"), "node n4 is excluded: too slow"),
+    (journal.WorkersStopped(nodes=2, seconds=0.25), "cycle 2: all workers stopped in 0.250 s"),
+    (journal.StopRequested(signal="SIGTERM"), "received SIGTERM"),
+    (
+        journal.Verdict(action=VerdictAction.RESTART, rule="node-lost", why="node n4 lost"),
+        "verdict: restart: node n4 lost",
+    ),
+    (journal.JobEnded(code=75, why="too few nodes"), "ends with exit code 75: too few nodes"),
+]
+SILENT: list[AnyEvent] = [
+    journal.Progress(step=3),
+    journal.NodeJoined(node="n1", slots=2),
+    journal.RankReady(ranks=8),
+    journal.CheckpointSaved(step=20, layer="shared", rank=0),
+    journal.WorkersStarted(node="n1", ranks=[0], pids=[9], warm=True),
+]
+
+
+def record(event: Event) -> Record:
+    return Record(ts=1.0, job="7", attempt=0, cycle=2, event=event)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("event", "line"), TOLD)
+def test_a_turn_of_events_is_one_line(event: AnyEvent, line: str) -> None:
+    assert console.line_for(record(event)) == line
+
+
+@pytest.mark.parametrize("event", SILENT)
+def test_what_only_reports_need_is_not_told(event: AnyEvent) -> None:
+    assert console.line_for(record(event)) is None
+
+
+def test_a_line_is_stamped_and_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("received SIGTERM")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"nvrx-srun \d\d:\d\d:\d\d received SIGTERM\n", err)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_has_left_does_not_change_the_exit_code(stream: str) -> None:
+    program = f"""
+import sys
+from nvrx_slurm.coordinator.console import readers_may_leave
+for _ in range(3):
+    with readers_may_leave(sys.{stream}):
+        print("anybody?", file=sys.{stream}, flush=True)
+sys.exit(7)
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=writer if stream == "stdout" else subprocess.DEVNULL,
+        stderr=writer if stream == "stderr" else subprocess.DEVNULL,
+        check=False,
+        timeout=30,
+    )
+    os.close(writer)
+    assert done.returncode == 7

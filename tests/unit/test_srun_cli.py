@@ -1,0 +1,290 @@
+"""What ``nvrx-srun`` takes, and what it says about what it does not take."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from nvrx_slurm.cli.srun import main
+from nvrx_slurm.coordinator import job as coordinator_job
+from nvrx_slurm.coordinator.job import JobSpec
+from nvrx_slurm.coordinator.run_dir import RunDir
+from nvrx_slurm.wire.messages import ProgramKind
+
+SCONTROL = """#!/bin/sh
+case "$*" in
+*"show job 7") echo 'JobId=7 JobName=x UserId=u(1) GroupId=u(1) JobState=RUNNING NodeList=n[1-3]' ;;
+*"show job 8") echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1 ;;
+*"show job 9") echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1 ;;
+*"show node"*) echo "NodeName=n1 NodeAddr=$ADDRESS" ;;
+esac
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with ``train.py``, inside job 7 of three nodes."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o755)
+    (tmp_path / "train.py").touch()
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "NVRX_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("ADDRESS", "127.0.0.9")
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def jobs(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
+    """Jobs that would have been run."""
+    specs: list[JobSpec] = []
+
+    def run_job(spec: JobSpec) -> int:
+        specs.append(spec)
+        return 75
+
+    monkeypatch.setattr(coordinator_job, "run_job", run_job)
+    return specs
+
+
+def srun(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def refused(*arguments: str) -> str:
+    """The sentence, whose line breaks are of the terminal's width."""
+    done = srun(*arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    return " ".join(done.output.split())
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def test_outside_of_an_allocation_the_two_ways_to_get_one_are_shown(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    said = refused("train.py")
+    assert "not inside a Slurm allocation. Two ways to get one:" in said
+    assert "sbatch --no-kill --requeue --open-mode=append -N 5 --wrap 'nvrx-srun --spares 1 train.py'" in said
+    assert "salloc --no-kill -N 5 nvrx-srun --spares 1 train.py" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Missing argument 'SCRIPT'"),
+        (["--nproc-per-node", "many", "train.py"], "'many': a number above 0, auto, gpu or cpu is accepted"),
+        (["--nproc-per-node", "0", "train.py"], "'0': a number above 0, auto, gpu or cpu is accepted"),
+        (["--nproc-per-node", "²", "train.py"], "'²': a number above 0, auto, gpu or cpu is accepted"),
+        (["--spares", "-1", "train.py"], "-1 is not in the range x>=0"),
+        (["--spares", "some", "train.py"], "'some' is not a valid integer"),
+        (["--spares", "3", "train.py"], "--spares: 3 of 3 nodes leave none to train on"),
+        (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
+        (["--workers-stop-timeout", "soon", "train.py"], "'soon' is not a duration; accepted: 90s, 5m, 1.5h"),
+        (["--workers-stop-timeout", "none", "train.py"], "'none' is not a duration"),
+        (["--heartbeat-timeout", "0", "train.py"], "a duration above 0 is needed, or none"),
+        (["--initial-heartbeat-timeout", "x", "train.py"], "accepted: 90s, 5m, 1.5h, none"),
+        (["--warm-start", "maybe", "train.py"], "'maybe' is not one of 'on', 'off'"),
+        (["--no-such-option", "train.py"], "No such option '--no-such-option'"),
+        (["missing.py"], "SCRIPT: missing.py is not a file"),
+        (["."], "SCRIPT: . is not a file"),
+        (["--no-python", "no-such-program"], "SCRIPT: no-such-program is not an executable"),
+        (["--module", "--no-python", "x"], "--module and --no-python exclude each other"),
+    ],
+)
+def test_bad_input_is_one_sentence_that_says_what_is_accepted(
+    here: Path, arguments: list[str], says: str
+) -> None:
+    said = refused(*arguments)
+    assert says.replace("'", "") in said.replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ("8", "cannot find out the nodes of job 8: `scontrol -o show job 8`: slurm_load_jobs error: Unable"),
+        ("9", "cannot find out the nodes of job 9: Slurm does not know job 9"),
+        ("10", "cannot find out the nodes of job 10: Slurm does not know job 10"),
+    ],
+)
+def test_slurm_that_does_not_tell_the_nodes_is_quoted(
+    here: Path, monkeypatch: pytest.MonkeyPatch, job: str, says: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    assert says in refused("train.py")
+
+
+def test_a_machine_without_slurm_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "scontrol is not installed or not on PATH" in refused("train.py")
+
+
+def test_a_run_directory_in_use_or_out_of_reach_is_named(here: Path) -> None:
+    lock = RunDir(here / "run").claim()
+    assert "run is in use by another nvrx-srun" in refused("--run-dir", "run", "train.py")
+    os.close(lock)
+    assert "train.py/run: Not a directory" in refused("--run-dir", "train.py/run", "train.py")
+
+
+def test_a_journal_of_a_newer_version_is_refused(here: Path) -> None:
+    directory = RunDir(here / "run")
+    os.close(directory.claim())
+    directory.journal.write_text('{"v":99,"ts":1,"job":"7","attempt":0,"cycle":0,"event":"x"}\n')
+    assert "journal version 99 is newer than 1: upgrade nvrx-slurm" in refused("--run-dir", "run", "train.py")
+
+
+def test_a_host_that_no_node_can_reach_is_said(
+    here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADDRESS", "no-such-node.invalid")
+    done = srun("train.py")
+    assert done.exit_code == 1
+    assert "no address of this host leads to the job's nodes" in done.output
+
+
+# --- what is made of it ------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_exact_line_and_touches_nothing(here: Path) -> None:
+    done = srun("--dry-run", "--srun-arg", "--exclusive", "--srun-arg=--mem=0", "train.py")
+    assert done.exit_code == 0
+    line = shlex.split(done.output)
+    assert line[:2] == ["srun", "--no-kill"]
+    assert line[line.index("-w") + 1] == "n[1-3]"
+    assert line[-3:] == ["--exclusive", "--mem=0", str(Path(sys.prefix) / "bin" / "nvrx-agent")]
+    assert sorted(path.name for path in here.iterdir()) == ["bin", "train.py"]
+
+
+def test_without_options_every_node_trains_and_the_defaults_hold(here: Path, jobs: list[JobSpec]) -> None:
+    assert srun("train.py").exit_code == 75, "the job's own code"
+    (spec,) = jobs
+    assert (spec.job_id, spec.restart_count, spec.address) == ("7", 0, "127.0.0.1")
+    assert (spec.policy.nodes, spec.policy.active_nodes) == (("n1", "n2", "n3"), 3)
+    assert (spec.policy.max_restarts, spec.policy.first_cycle) == (10, 0)
+    assert spec.welcome.nproc_per_node == "auto"
+    assert spec.welcome.warm_start
+    assert spec.welcome.stop_timeout_s == 15.0
+    assert spec.policy.stop_timeout_s > spec.welcome.stop_timeout_s
+    assert spec.monitoring.heartbeat.initial == 3600.0
+    assert spec.monitoring.heartbeat.subsequent == 2700.0
+    assert spec.run_dir.path == here / "nvrx" / "7"
+    assert stat.S_IMODE(spec.run_dir.path.stat().st_mode) == 0o700
+
+
+def test_options_reach_the_job(here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    srun(
+        *("--nproc-per-node", "4", "--spares", "1", "--max-restarts", "3", "--heartbeat-timeout", "90s"),
+        *("--initial-heartbeat-timeout", "none", "--workers-stop-timeout", "1m", "--warm-start", "off"),
+        *("--run-dir", "elsewhere", "train.py"),
+    )
+    (spec,) = jobs
+    assert (spec.host, spec.fence) == ("n1", "7.2.0")
+    assert (spec.policy.nodes, spec.policy.active_nodes) == (("n2", "n3", "n1"), 2)
+    assert spec.policy.max_restarts == spec.welcome.max_restarts == 3
+    assert spec.welcome.nproc_per_node == "4"
+    assert (spec.monitoring.heartbeat.initial, spec.monitoring.heartbeat.subsequent) == (None, 90.0)
+    assert spec.welcome.stop_timeout_s == 60.0
+    assert not spec.welcome.warm_start
+    assert spec.run_dir.path == here / "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("options", "spelt_as_elsewhere"),
+    [
+        (["--nproc-per-node", "2"], ["--nproc_per_node", "2"]),
+        (["--max-restarts", "2"], ["--max_restarts", "2"]),
+        (["--heartbeat-timeout", "90"], ["--ft-rank-heartbeat-timeout", "90"]),
+        (["--initial-heartbeat-timeout", "90"], ["--ft-initial-rank-heartbeat-timeout", "90"]),
+    ],
+)
+def test_options_have_the_names_that_people_know(
+    here: Path, jobs: list[JobSpec], options: list[str], spelt_as_elsewhere: list[str]
+) -> None:
+    srun(*options, "train.py")
+    srun(*spelt_as_elsewhere, "train.py")
+    assert jobs[0].policy == jobs[1].policy
+    assert jobs[0].welcome == jobs[1].welcome
+    assert jobs[0].monitoring == jobs[1].monitoring
+
+
+@pytest.mark.parametrize("arguments", [["--spares", "2", "-h"], ["--", "x"], ["-m", "--dry-run"]])
+def test_what_comes_after_the_script_belongs_to_it(
+    here: Path, jobs: list[JobSpec], arguments: list[str]
+) -> None:
+    srun("train.py", *arguments)
+    srun("--", "train.py", *arguments)
+    for spec in jobs:
+        program = spec.welcome.program
+        assert (program.kind, program.target) == (ProgramKind.SCRIPT, str(here / "train.py"))
+        assert program.args == arguments
+        assert program.cwd == str(here)
+
+
+def test_a_module_and_a_program_can_be_run_too(here: Path, jobs: list[JobSpec]) -> None:
+    srun("--module", "package.train", "x")
+    srun("--no-python", "env", "x")
+    programs = [spec.welcome.program for spec in jobs]
+    assert [(program.kind, program.target) for program in programs] == [
+        (ProgramKind.MODULE, "package.train"),
+        (ProgramKind.EXECUTABLE, "/usr/bin/env"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"NVRX_RUN_DIR": "from_env"}, "from_env"),
+        ({"SLURM_SUBMIT_DIR": "submitted"}, "submitted/nvrx/7"),
+        ({"NVRX_RUN_DIR": "", "SLURM_SUBMIT_DIR": ""}, "nvrx/7"),
+    ],
+)
+def test_the_run_directory_is_where_the_contract_says(
+    here: Path,
+    jobs: list[JobSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    folder: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    srun("train.py")
+    assert jobs[0].run_dir.path == here / folder
+
+
+def test_the_agents_do_not_see_what_is_stale(
+    here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("MINE", "1")
+    srun("train.py")
+    environment = jobs[0].step_environ
+    assert environment["MINE"] == "1"
+    assert environment["SLURM_JOB_ID"] == "7"
+    assert not {"SLURM_NNODES", "SLURM_STEP_ID"} & set(environment)
+
+
+def test_help_names_every_option_and_every_exit_code() -> None:
+    done = srun("-h")
+    assert done.exit_code == 0
+    for option in main.params:
+        if option.name not in ("script", "args"):
+            assert option.opts[0] in done.output
+    assert "Exit codes: 0 all ranks succeeded; 1 failed" in done.output
