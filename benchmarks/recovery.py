@@ -7,6 +7,7 @@ python benchmarks/recovery.py --help    Needs root and Slurm: it starts a dev cl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import shutil
@@ -129,14 +130,14 @@ def _one(
 ) -> Outcome:
     nodes = cluster.node_names[: contenders.TRAINING_NODES + case.spares]
     place = Place(nodes, work / f"{case.value}-{contender.who}-{run + 1}", port)
-    load = os.getloadavg()[0]
+    load = round(os.getloadavg()[0], 1)
     if time.monotonic() > bounds.deadline:
         outcome = Outcome(case, contender.who, why_not="there was no time left for it", measured=False)
     else:
         outcome = run_trial(case, contender, place, cluster, bounds, jitter_s=0.37 * run % 1.0)
     result = f"{outcome.seconds['total']:.2f} s" if outcome.recovered else outcome.why_not
-    _say(f"{case.value} run {run + 1}, {contender.who}: {result}  (load {load:.1f})")
-    return outcome
+    _say(f"{case.value} run {run + 1}, {contender.who}: {result}  (load {load})")
+    return dataclasses.replace(outcome, load=load)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> Iterator[Row]:
@@ -154,7 +155,7 @@ def rows_of(outcomes: Sequence[Outcome]) -> Iterator[Row]:
 
 
 def notes_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what the numbers don't say: why somebody did not come back, and what was left behind."""
+    """Return what the numbers don't say: why somebody did not come back, what was left behind, the noise."""
     notes = []
     for case, who, why in dict.fromkeys((o.case, o.who, o.why_not) for o in outcomes if o.why_not):
         times = sum((o.case, o.who, o.why_not) == (case, who, why) for o in outcomes)
@@ -163,6 +164,10 @@ def notes_of(outcomes: Sequence[Outcome]) -> list[str]:
         left = [o.left_behind for o in outcomes if o.who == who]
         if any(left):
             notes.append(f"{who} left {sum(left)} processes behind in {len(left)} jobs that Slurm had ended")
+    loads = [o.load for o in outcomes]
+    notes.append(
+        f"load average before the runs: {min(loads)} to {max(loads)}, the benchmark's own part included"
+    )
     return notes
 
 

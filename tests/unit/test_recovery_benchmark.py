@@ -175,10 +175,10 @@ def test_a_victim_that_is_gone_is_not_somebody_else() -> None:
 def outcomes() -> list[Outcome]:
     case = Case.RANK_SIGKILL
     return [
-        *(Outcome(case, "ours", {"total": seconds, "detect": 0.01}) for seconds in (0.4, 0.5, 0.6)),
-        Outcome(case, "torchrun", {"total": 10.0}, left_behind=2),
-        Outcome(case, "torchrun", why_not="ended with exit code 1; it said: RuntimeError: no"),
-        Outcome(case, "torchrun", why_not="did not train within 40 s", measured=False),
+        *(Outcome(case, "ours", {"total": s, "detect": 0.01}, load=0.5) for s in (0.4, 0.5, 0.6)),
+        Outcome(case, "torchrun", {"total": 10.0}, left_behind=2, load=4.0),
+        Outcome(case, "torchrun", why_not="ended with exit code 1; it said: no", load=2.0),
+        Outcome(case, "torchrun", why_not="did not train within 40 s", measured=False, load=2.0),
     ]
 
 
@@ -221,6 +221,7 @@ def test_the_document_has_the_agreed_keys_and_the_table_the_ratio() -> None:
     assert line.split() == ["total", "[s]", "0.50", "(0.58)", "10.00", "(10.00)", "20"]
     assert "rank_sigkill, torchrun, 1 times: ended with exit code 1" in shown
     assert "torchrun left 2 processes behind in 3 jobs" in shown
+    assert "load average before the runs: 0.5 to 4.0" in shown
 
 
 def test_percentiles_of_one_value_are_that_value() -> None:

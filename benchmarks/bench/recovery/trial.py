@@ -54,6 +54,8 @@ class Outcome:
     """False: the fault never happened, so nothing is known about recovery."""
     left_behind: int = 0
     """Launchers and ranks that were still there after Slurm had ended the job."""
+    load: float = 0.0
+    """Load average of the machine before the trial."""
 
     @property
     def recovered(self) -> bool:
@@ -117,12 +119,13 @@ def _break_and_wait(
         return marks.whole_group(marks.read_processes(place.marks), after=killed_at)
 
     until = bounds.within(bounds.recovery_s)
-    cut_short = until < time.monotonic() + bounds.recovery_s - 1.0
     group = _wait(recovered, launch, until)
+    waited = time.time() - killed_at
+    if not group and launch.process.poll() is None and waited < bounds.recovery_s - 1.0:
+        why = f"there was no time left to wait longer than {waited:.0f} s for it"
+        return Outcome(case, contender.who, why_not=why, measured=False)
     if not group:
-        why = _explain(launch, f"did not train again within {time.time() - killed_at:.0f} s")
-        running_still = launch.process.poll() is None
-        return Outcome(case, contender.who, why_not=why, measured=not (cut_short and running_still))
+        return Outcome(case, contender.who, why_not=_explain(launch, f"not back within {waited:.0f} s"))
     if min(process.resumed_at for process in group) == 0:
         return Outcome(case, contender.who, why_not="began again at step 0 instead of its checkpoint")
     journal = place.run_dir / "journal.jsonl"
