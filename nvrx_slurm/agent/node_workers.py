@@ -74,6 +74,8 @@ class NodeWorkers:
         self._socket_path = private_dir / "ranks.sock"
         self._socket = RankSocket(self._socket_path, self._on_rank_request)
         self._server = self._new_server()
+        self._launched_by: WorkerServerProcess | None = None
+        """The worker server that has the running cycle's ranks."""
         self._progress = asyncio.create_task(self._report_progress())
 
     def _new_server(self) -> WorkerServerProcess:
@@ -104,6 +106,7 @@ class NodeWorkers:
                 self._output.add(reader, cycle.cycle, rank)
                 env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], self._socket_path)
                 specs.append(RankSpec(rank, env))
+            self._launched_by = self._server
             self._server.start_ranks(self._welcome.program, specs, writers, warm=self._welcome.warm_start)
         finally:
             for writer in writers:
@@ -132,7 +135,9 @@ class NodeWorkers:
         """SIGTERM; when all ranks have ended or the time is over, SIGKILL to what is left, orphans too."""
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
-        if self._recovering is None:
+        if self._recovering is not None:
+            await self._cleared.wait()
+        elif self._launched_by is self._server:
             self._cleared.clear()
             hung = [rank for rank in hung if rank in cycle.alive]
             others = [rank for rank in cycle.alive if rank not in hung]
@@ -145,7 +150,8 @@ class NodeWorkers:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._all_exited.wait(), self._welcome.stop_timeout_s)
             self._server.kill_everything()
-        await self._cleared.wait()
+            await self._cleared.wait()
+        # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
         self._tell_step(cycle)
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled))
 

@@ -59,6 +59,7 @@ from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_RESTART_ELSEWHERE = 75
 
 
@@ -116,7 +117,7 @@ class CycleMachine:
         self._ending: End | None = None
         self._draining = False
         self._left_by_signal = False
-        self._for_lack_of_nodes: End | None = None
+        self._for_lack_of_nodes: tuple[End, Blame | None] | None = None
         self._commands: list[Command] = []
         self._now = 0.0
 
@@ -138,7 +139,7 @@ class CycleMachine:
     @property
     def spares(self) -> tuple[str, ...]:
         """Usable nodes without ranks, in order of preference."""
-        return tuple(node for node in self.members.usable if node not in self.active)
+        return tuple(node for node in self.members.usable if node not in self._current)
 
     def start(self) -> list[Command]:
         """Begin to form the first cycle."""
@@ -222,7 +223,7 @@ class CycleMachine:
     def _has_ranks(self, node: str) -> bool:
         """Tell whether ``node`` is a connected node of a cycle that has been started and is not over."""
         started = self.phase in (*_AT_WORK, Phase.STOPPING)
-        return started and node in self.active and self.members.is_connected(node)
+        return started and node in self._current and self.members.is_connected(node)
 
     def has_rank(self, node: str, rank: int) -> bool:
         """Tell whether ``rank`` of the running cycle is on ``node``."""
@@ -257,6 +258,10 @@ class CycleMachine:
         # Where an agent is at work already, this one was too many, and going is all that it can do.
         if node not in self.members or self.members.is_connected(node) or self.members.reason_of(node):
             return
+        if not self.active:
+            # What the user asked for can't be had on a node that Slurm gave for it: not the node's fault.
+            self._end(EXIT_USAGE, f"{node}: {event.why}")
+            return
         self._exclude(node, event.why)
         if self.phase is Phase.FORMING:
             self._form()
@@ -270,7 +275,7 @@ class CycleMachine:
             self._form()
         elif self.phase in _AT_WORK and self._current.needs(event.node):
             # Its ranks are being stopped: the others would wait for them until the last has gone.
-            self._node_lost(event.node, event.why)
+            self._node_lost(event.node, event.why, asked=event.by_signal)
 
     def _lost(self, event: NodeLost) -> None:
         if not self.members.is_connected(event.node):
@@ -278,28 +283,29 @@ class CycleMachine:
         self._left_by_signal |= event.by_signal
         self.members.disconnect(event.node)
         self._write(journal.NodeLost(node=event.node, why=event.why))
-        self._agent_is_gone(event.node, event.why)
+        self._agent_is_gone(event.node, event.why, asked=event.by_signal)
 
-    def _agent_is_gone(self, node: str, why: str) -> None:
+    def _agent_is_gone(self, node: str, why: str, asked: bool = False) -> None:
         """Do what follows when the ranks that an agent had are gone with it."""
         if self.phase is Phase.FORMING:
             self._form()
             return
         stopping = self.phase is Phase.STOPPING and node in self._current.stopping
         if self._current.needs(node) and (self.phase in _AT_WORK or (stopping and self._ending is None)):
-            self._node_lost(node, why)
+            self._node_lost(node, why, asked)
         if stopping:
             self._node_stopped(node)
 
-    def _node_lost(self, node: str, why: str) -> None:
-        self._fault(FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why))
+    def _node_lost(self, node: str, why: str, asked: bool) -> None:
+        fault = FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why)
+        self._fault(fault, tell=not asked)
 
     def _exclude(self, node: str, reason: str) -> None:
         self.members.exclude(node, reason)
         self._write(journal.NodeExcluded(node=node, reason=reason))
 
     def _step_ended(self, event: StepEnded) -> None:
-        nobody_ever = len(self.members.expected) == len(self.members)
+        nobody_ever = self.members.nobody_came
         self.members.expect_no_more()
         if nobody_ever:
             self._end(EXIT_FAILED, f"no agent ever joined: {event.why}")
@@ -315,21 +321,17 @@ class CycleMachine:
             self._end(EXIT_RESTART_ELSEWHERE, "asked to stop before a new cycle could begin")
             return
         if not members.can_fill(policy.active_nodes):
-            reason = members.only_excluded() if not self.active else None
-            if reason is not None:
-                self._end(EXIT_FAILED, f"no node can be used: {reason}")
-            else:
-                self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, self._too_few()))
+            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, self._too_few()))
             return
-        if len(members.usable) < policy.active_nodes:
+        if members.usable_count < policy.active_nodes:
             return
-        if members.expected and not self._grace_over and self.restarts == 0:
+        if members.expects_more and not self._grace_over and self.restarts == 0:
             self._do(Arm(Timer.FORM_GRACE, policy.form_grace_s))
             return
         self._start_cycle()
 
     def _too_few(self) -> str:
-        left = len(self.members.usable)
+        left = self.members.usable_count
         return (
             f"too few nodes: training needs {self.policy.active_nodes}, {left} "
             f"{'is' if left == 1 else 'are'} left and there is no spare"
@@ -372,7 +374,7 @@ class CycleMachine:
             # It did what it was asked to do: neither a fault nor a success.
             return
         if event.exit != 0:
-            self._fault(exit_fault(event))
+            self._fault(exit_fault(event), tell=event.exit != -signal.SIGTERM)
             return
         current.finished.add(event.rank)
         if self.phase in _AT_WORK and len(current.finished) == self.world_size:
@@ -408,14 +410,27 @@ class CycleMachine:
 
     # --- stopping ------------------------------------------------------------------------------------
 
-    def _fault(self, fault: FaultDetected) -> None:
+    def _fault(self, fault: FaultDetected, tell: bool = True) -> None:
+        """Stop the cycle because of ``fault``.
+
+        ``tell`` is False for what Slurm does to a job that it ends: SIGTERM to every process. The
+        Coordinator's own may come a moment later: such a fault is told only when all have stopped without it.
+        """
         if self.phase not in (*_AT_WORK, Phase.STOPPING):
             return
         if not self._current.note_fault(fault):
             return
-        self._write(fault)
+        if tell:
+            self._write(fault)
+        else:
+            self._current.untold.append(fault)
         if self.phase is not Phase.STOPPING:
             self._stop_workers()
+
+    def _tell_faults(self) -> None:
+        for fault in self._current.untold:
+            self._write(fault)
+        self._current.untold.clear()
 
     def _stop_workers(self) -> None:
         self.phase = Phase.STOPPING
@@ -437,6 +452,9 @@ class CycleMachine:
 
     def _all_stopped(self) -> None:
         self._do(Disarm(Timer.STOP))
+        lack = not self.members.can_fill(self.policy.active_nodes)
+        if self._ending is None and not (lack and self._left_by_signal):
+            self._tell_faults()
         self._write(
             journal.WorkersStopped(
                 nodes=len(self._here),
@@ -450,11 +468,7 @@ class CycleMachine:
         blame = find_culprit(self._current.faults)
         stop = self._reason_to_stop(blame)
         if stop is not None:
-            self._verdict(VerdictAction.STOP, blame, stop.why)
-            if stop.code == EXIT_RESTART_ELSEWHERE and not self._draining:
-                self._end_for_lack_of_nodes(stop)
-            else:
-                self._end(stop.code, stop.why)
+            self._end_for_lack_of_nodes(stop, blame)
             return
         self._verdict(VerdictAction.RESTART, blame, blame.why)
         self.restarts += 1
@@ -480,23 +494,28 @@ class CycleMachine:
             )
         )
 
-    def _end_for_lack_of_nodes(self, end: End) -> None:
-        """Ask for a requeue, unless the nodes went because Slurm is ending the job anyway."""
-        if not self._left_by_signal:
-            self._end(end.code, end.why)
+    def _end_for_lack_of_nodes(self, end: End, blame: Blame | None = None) -> None:
+        """End the job; if nodes went because they were asked to, hear first whether Slurm is ending it."""
+        if end.code != EXIT_RESTART_ELSEWHERE or not self._left_by_signal:
+            self._end_for(end, blame)
             return
         self.phase = Phase.CONSULTING
-        self._for_lack_of_nodes = end
+        self._for_lack_of_nodes = end, blame
         self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
 
     def _slurm_answered(self, event: SlurmAnswered) -> None:
-        end = self._for_lack_of_nodes
-        if self.phase is not Phase.CONSULTING or end is None:
+        if self.phase is not Phase.CONSULTING or self._for_lack_of_nodes is None:
             return
         if event.job_state in (None, "RUNNING"):
-            self._end(end.code, end.why)
+            self._end_for(*self._for_lack_of_nodes)
         else:
             self._end(128 + signal.SIGTERM, f"Slurm has ended the job: {event.job_state}")
+
+    def _end_for(self, end: End, blame: Blame | None) -> None:
+        self._tell_faults()
+        if blame is not None:
+            self._verdict(VerdictAction.STOP, blame, end.why)
+        self._end(end.code, end.why)
 
     def _stop_requested(self, event: StopRequested) -> None:
         self._write(journal.StopRequested(signal=event.signal.name))

@@ -10,6 +10,7 @@ class Membership:
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._order = tuple(nodes)
+        self._known = frozenset(nodes)
         self._expected = set(nodes)
         self._connected: set[str] = set()
         self._leaving: set[str] = set()
@@ -18,7 +19,7 @@ class Membership:
         """Ranks per node, set by the first node that joins; 0 before."""
 
     def __contains__(self, node: str) -> bool:
-        return node in self._order
+        return node in self._known
 
     def __len__(self) -> int:
         return len(self._order)
@@ -32,6 +33,21 @@ class Membership:
         return self._in_order(self._expected)
 
     @property
+    def expects_more(self) -> bool:
+        """Tell whether :attr:`expected` holds any."""
+        return bool(self._expected)
+
+    @property
+    def nobody_came(self) -> bool:
+        """Tell whether every node is still only expected."""
+        return len(self._expected) == len(self._order)
+
+    @property
+    def usable_count(self) -> int:
+        """Return the length of :attr:`usable`, whatever the size of the job."""
+        return len(self._connected) - len(self._leaving)
+
+    @property
     def usable(self) -> tuple[str, ...]:
         """Nodes that a new cycle may run on: connected and not leaving."""
         return self._in_order(self._connected - self._leaving)
@@ -42,12 +58,6 @@ class Membership:
     def reason_of(self, node: str) -> str | None:
         """Return why ``node`` is excluded; None if it is not."""
         return self._excluded.get(node)
-
-    def only_excluded(self) -> str | None:
-        """Return a reason if every node is excluded: it is not the nodes' fault then."""
-        if len(self._excluded) < len(self._order):
-            return None
-        return next(iter(self._excluded.values()))
 
     # --- changes -------------------------------------------------------------------------------------
 
@@ -66,7 +76,8 @@ class Membership:
         self.slots = slots
 
     def leave(self, node: str) -> None:
-        self._leaving.add(node)
+        if node in self._connected:
+            self._leaving.add(node)
 
     def disconnect(self, node: str) -> None:
         self._connected.discard(node)
@@ -85,7 +96,7 @@ class Membership:
 
     def can_fill(self, places: int) -> bool:
         """Tell whether there are, or may still be, nodes for ``places``."""
-        return len(self.usable) + len(self._expected) >= places
+        return self.usable_count + len(self._expected) >= places
 
     def choose(self, before: Sequence[str], places: int) -> tuple[str, ...]:
         """Return nodes for ``places`` places: who was there keeps its own, the first others fill the gaps.
@@ -93,6 +104,8 @@ class Membership:
         There must be enough usable nodes.
         """
         usable = self.usable
-        kept = [node if node in usable else None for node in before] or [None] * places
-        free: Iterator[str] = iter([node for node in usable if node not in kept])
+        there = set(usable)
+        kept = [node if node in there else None for node in before] or [None] * places
+        taken = set(kept)
+        free: Iterator[str] = iter([node for node in usable if node not in taken])
         return tuple(node if node is not None else next(free) for node in kept)

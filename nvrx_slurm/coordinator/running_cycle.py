@@ -25,6 +25,8 @@ class RunningCycle:
     ready: set[str] = field(default_factory=set)
     stepping: set[str] = field(default_factory=set)
     faults: list[FaultDetected] = field(default_factory=list)
+    untold: list[FaultDetected] = field(default_factory=list)
+    """Those that are none if it turns out that the job is being ended."""
     to_probe: set[str] = field(default_factory=set)
     """Nodes whose snapshots are missing in the search for the hung rank."""
     stopping: set[str] = field(default_factory=set)
@@ -36,13 +38,19 @@ class RunningCycle:
     """Ranks that missed a deadline, and which; the first comes first."""
     _snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._group_ranks = {node: group_rank for group_rank, node in enumerate(self.nodes)}
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._group_ranks
+
     @property
     def world_size(self) -> int:
         return len(self.nodes) * self.slots
 
     def ranks_of(self, node: str) -> range:
         """Return the ranks on ``node``, which must be one of :attr:`nodes`."""
-        first = self.nodes.index(node) * self.slots
+        first = self._group_ranks[node] * self.slots
         return range(first, first + self.slots)
 
     def is_alive(self, node: str, rank: int) -> bool:
@@ -51,7 +59,7 @@ class RunningCycle:
 
     def needs(self, node: str) -> bool:
         """Tell whether a rank on ``node`` has not finished."""
-        return node in self.nodes and not self.finished.issuperset(self.ranks_of(node))
+        return node in self and not self.finished.issuperset(self.ranks_of(node))
 
     def note_stalled(self, stalled_s: float | None) -> None:
         """Take one node's word; training stood still as long as the last heartbeat of any node is old."""

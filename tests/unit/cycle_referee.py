@@ -170,6 +170,8 @@ class Referee:
             case 1:
                 out_of_budget = self.starts - 1 == self.policy.max_restarts and self.faults
                 assert out_of_budget or not self.starts
+            case 2:
+                assert not self.starts
             case 75:
                 assert self.draining or self.lacked_nodes or self.lacks_nodes()
             case code:

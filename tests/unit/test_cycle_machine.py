@@ -122,18 +122,36 @@ def test_a_node_with_other_slots_than_the_first_is_excluded(slots: int) -> None:
     assert job.join("n2").last == [steps.Disconnect("n2", excluded.reason)], "for good"
 
 
-def test_a_node_that_cannot_take_part_is_excluded_and_a_spare_takes_its_place() -> None:
+def test_options_that_a_node_cannot_satisfy_end_the_job_at_once_and_accuse_no_node() -> None:
+    # A requeue would exclude node after node, all of them healthy.
     job = Job(active=2, spares=1).join("n1", "n3")
-    job.feed(steps.NodeUnusable("n2", "no GPU here"))
-    assert journal.NodeExcluded(node="n2", reason="no GPU here") in job.journal
-    assert job.started == [("n1", "n3")]
+    job.feed(steps.NodeUnusable("n2", "--nproc-per-node=gpu, but there is no GPU"))
+    assert job.end == steps.End(2, "n2: --nproc-per-node=gpu, but there is no GPU")
+    assert not job.written(journal.NodeExcluded)
 
 
-def test_when_no_node_can_take_part_going_elsewhere_would_not_help() -> None:
-    job = Job(active=1, spares=1)
-    job.feed(steps.NodeUnusable("n1", "no GPU here"))
-    job.feed(steps.NodeUnusable("n2", "no GPU here"))
-    assert job.end == steps.End(1, "no node can be used: no GPU here")
+def test_a_cancelled_job_has_no_fault_whoever_hears_of_it_first() -> None:
+    # given a job that Slurm cancels: SIGTERM to every process on every node, in any order
+    job = running()
+    job.exit(1, -signal.SIGTERM)
+    job.feed(steps.NodeLeaving("n2", "the agent received SIGTERM", by_signal=True))
+    # when the Coordinator hears of it while the ranks stop
+    job.feed(steps.StopRequested(signal.SIGTERM))
+    job.stopped("n1", "n2")
+    # then the job was stopped, and nothing has failed
+    assert job.end.code == 143
+    assert not job.written(journal.FaultDetected)
+    assert not job.written(journal.Verdict)
+
+
+def test_a_rank_that_somebody_else_terminates_is_a_fault_once_all_have_stopped() -> None:
+    job = running()
+    job.exit(1, -signal.SIGTERM)
+    assert not job.written(journal.FaultDetected)
+    job.stopped("n1", "n2")
+    (fault,) = job.written(journal.FaultDetected)
+    assert (fault.rank, fault.signal) == (1, "SIGTERM")
+    assert job.written(journal.Verdict)[0].rank == 1
 
 
 def test_a_node_lost_before_the_start_is_missed() -> None:
