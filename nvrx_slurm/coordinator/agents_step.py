@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 _TERM_GRACE_S = 2.0
+_LAST_WORDS_S = 1.0
 # Said by every srun with --cpu-bind=none where the site binds nothing anyway.
 _NOISE = "cluster configuration lacks support for cpu binding"
 
@@ -62,7 +63,8 @@ class AgentsStep:
         """Wait for the end of srun; return what it was, for people."""
         assert self._process is not None
         code = await self._process.wait()
-        await asyncio.wait(self._reading)
+        # Agents that have outlived it hold its output open.
+        await asyncio.wait(self._reading, timeout=_LAST_WORDS_S)
         words = f": {' / '.join(self._last_words)}" if self._last_words else ""
         return f"srun ended with {code}{words}"
 

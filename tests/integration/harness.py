@@ -180,6 +180,15 @@ class LocalJob:
                             found.append(process)
         return found
 
+    def on(self, node: str) -> list[psutil.Process]:
+        """Everything of this job that runs on a node."""
+        return [process for process in self.processes() if self._node_of(process) == node]
+
+    def _node_of(self, process: psutil.Process) -> str | None:
+        with contextlib.suppress(psutil.Error):
+            return process.environ().get("SLURMD_NODENAME")
+        return None
+
     def named(self, name: str, node: str | None = None) -> psutil.Process:
         """The process of that name, as ``ps`` shows it: nvrx-guardian, nvrx-agent, nvrx-warm, nvrx-rank0."""
         return until(f"{name} on {node}", lambda: self._named(name, node))
@@ -187,7 +196,7 @@ class LocalJob:
     def _named(self, name: str, node: str | None) -> psutil.Process | None:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                here = node is None or process.environ().get("SLURMD_NODENAME") == node
+                here = node is None or self._node_of(process) == node
                 # psutil completes a short name from the command line.
                 comm = Path(f"/proc/{process.pid}/comm")
                 if here and comm.exists() and comm.read_text().strip() == name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -211,7 +212,12 @@ if os.fork() == 0:
 
 def brood(run: LocalJob) -> list[psutil.Process]:
     """The processes that a rank's children are, by what they run."""
-    return [p for p in run.processes() if "time.sleep(600)" in " ".join(p.cmdline())]
+    found = []
+    for process in run.processes():
+        with contextlib.suppress(psutil.Error):
+            if "time.sleep(600)" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 @pytest.mark.parametrize("warm", ["on", "off"])
@@ -388,7 +394,7 @@ while True:
 def test_a_dead_agent_is_a_lost_node_and_the_guardian_clears_up(job: Jobs) -> None:
     run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=3, ranks=1).start()
     run.wait_for_file("ready2.0")
-    on_n3 = [p for p in run.processes() if p.environ().get("SLURMD_NODENAME") == "n3"]
+    on_n3 = run.on("n3")
     run.named("nvrx-agent", "n3").kill()
     assert run.wait() == 75
     assert not [process for process in on_n3 if is_alive(process)]
@@ -429,6 +435,54 @@ def test_a_dead_worker_server_is_replaced_on_the_same_node(job: Jobs, warm: str)
     assert (verdict.kind, verdict.rank) == (FaultKind.SIGNAL, 1)
     assert "worker server" in verdict.why
     assert [started.nodes for started in run.events(journal.CycleStarted)] == [["n1", "n2"]] * 2
+    assert run.nothing_is_left()
+
+
+def test_an_agent_that_is_asked_to_go_stops_the_others_before_its_own_ranks_have_ended(job: Jobs) -> None:
+    script = (
+        RANK
+        + """
+def save(*_):
+    write(f"saves{rank}")
+    if rank == 1:
+        wait_for("go_on")
+    write(f"saved{rank}")
+    sys.exit(0)
+
+if cycle == 0:
+    signal.signal(signal.SIGTERM, save)
+    write(f"ready{rank}")
+    while True:
+        time.sleep(60)
+"""
+    )
+    run = job(script, *COLD, "--spares", "1", nodes=3, ranks=1).start()
+    run.wait_for_file("ready0"), run.wait_for_file("ready1")
+    run.named("nvrx-agent", "n2").send_signal(signal.SIGTERM)
+    run.wait_for_file("saves1"), run.wait_for_file("saved0")
+    assert len(run.events(journal.CycleStarted)) == 1, "ranks of the former cycle are still there"
+    run.touch("go_on")
+    assert run.wait() == 0
+    assert (run.root / "saved1").exists()
+    assert run.events(journal.CycleStarted)[1].nodes == ["n1", "n3"]
+    (verdict,) = run.events(journal.Verdict)
+    assert verdict.why == "node n2 lost (the agent received SIGTERM)"
+    assert run.nothing_is_left()
+
+
+def test_a_worker_server_that_dies_at_once_is_not_started_over_and_over(job: Jobs) -> None:
+    run = job(WAITS, *COLD, "--max-restarts", "1", ranks=1)
+    (run.root / "site").mkdir()
+    (run.root / "site" / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'nvrx_slurm.agent.worker_server' in sys.orig_argv:\n"
+        f"    open('{run.root}/starts', 'a').write('x')\n"
+        "    os._exit(1)\n"
+    )
+    run.environment_of_agents(PYTHONPATH=f"{run.root}/site:{run.stub_torch}")
+    assert run.run() == 1
+    assert "worker server" in run.events(journal.JobEnded)[0].why
+    assert len(run.wait_for_file("starts")) < 8
     assert run.nothing_is_left()
 
 
@@ -498,7 +552,7 @@ wait_for("go_on")
     run = job(script, *COLD, "--spares", "1", *QUICK_STOP, nodes=3, ranks=1).start()
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
     agent = run.named("nvrx-agent", "n2")
-    on_n2 = [p for p in run.processes() if p.environ().get("SLURMD_NODENAME") == "n2"]
+    on_n2 = run.on("n2")
     began = time.monotonic()
     agent.suspend()
     second = run.wait_for(journal.CycleStarted, 2, patience_s=10)

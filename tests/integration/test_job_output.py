@@ -152,10 +152,10 @@ def test_output_of_what_a_rank_leaves_behind_belongs_to_its_cycle(job: Jobs) -> 
         RANK
         + """
 if rank == 0 and cycle == 0:
-    talk = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-    talk += "[print('still here', flush=True) or time.sleep(0.01) for _ in range(6000)]"
-    subprocess.Popen([sys.executable, "-c", talk], start_new_session=True)
-    time.sleep(0.3)
+    talk = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('still here');"
+    talk += "open(sys.argv[1], 'w'); [print('still here') or time.sleep(0.01) for _ in range(6000)]"
+    subprocess.Popen([sys.executable, "-u", "-c", talk, f"{folder}/talks"], start_new_session=True)
+    wait_for("talks")
     sys.exit(1)
 if cycle == 0:
     signal.pause()
