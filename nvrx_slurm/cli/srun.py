@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.parameters import Duration
@@ -18,8 +19,27 @@ from nvrx_slurm.wire.messages import ProgramKind
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 
-  a batch script:  sbatch --no-kill --requeue --open-mode=append -N 5 --wrap 'nvrx-srun --spares 1 {script}'
-  interactively:   salloc --no-kill -N 5 nvrx-srun --spares 1 {script}"""
+  a batch script:  sbatch --no-kill --requeue --open-mode=append -N {nodes} --wrap {wrapped}
+  interactively:   salloc --no-kill -N {nodes} {command}"""
+_AS_TYPED = f"{__name__}.as_typed"
+
+
+class _Command(click.Command):
+    """Keeps the user's words, for messages that repeat them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_AS_TYPED] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def _outside(context: click.Context) -> str:
+    """Return the ways into an allocation with what the user typed, and a spare unless that says how many."""
+    words: list[str] = context.meta[_AS_TYPED]
+    spares: int = context.params["spares"]
+    if context.get_parameter_source("spares") is not ParameterSource.COMMANDLINE:
+        words, spares = ["--spares", "1", *words], 1
+    command = shlex.join(["nvrx-srun", *words])
+    return _OUTSIDE.format(nodes=4 + spares, wrapped=shlex.quote(f"exec {command}"), command=command)
 
 
 def _agent_command() -> str:
@@ -30,10 +50,11 @@ def _agent_command() -> str:
 
 
 @click.command(
+    cls=_Command,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "allow_interspersed_args": False,
-    }
+    },
 )
 @click.option(
     "--nproc-per-node",
@@ -119,14 +140,21 @@ def main(
         ScontrolClient,
         SlurmUnavailableError,
         UnknownJobError,
+        ancestor_titles,
         scrubbed_environment,
+        surrounding_step,
     )
 
     _check_nproc(nproc_per_node)
     try:
         job = JobEnvironment.from_environ(os.environ, Path.cwd())
     except NotInAllocationError as error:
-        raise click.UsageError(_OUTSIDE.format(script=script)) from error
+        raise click.UsageError(_outside(click.get_current_context())) from error
+    if (inside := surrounding_step(os.environ, ancestor_titles())) is not None:
+        raise click.UsageError(
+            f"this is a task of job step {inside}, but nvrx-srun starts srun itself: call it without srun, in"
+            " the batch script or from salloc"
+        )
     kind, target = _program(script, module, no_python)
     client = ScontrolClient()
     try:

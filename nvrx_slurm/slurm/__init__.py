@@ -18,7 +18,13 @@ from nvrx_slurm.slurm.diagnosis import (
     SlurmRelease,
     unavailable_nodes,
 )
-from nvrx_slurm.slurm.environment import JobEnvironment, NotInAllocationError, scrubbed_environment
+from nvrx_slurm.slurm.environment import (
+    JobEnvironment,
+    NotInAllocationError,
+    ancestor_titles,
+    scrubbed_environment,
+    surrounding_step,
+)
 from nvrx_slurm.slurm.hostlist import HostlistError, compress_hostlist, expand_hostlist
 from nvrx_slurm.slurm.requeue import CannotRequeueError, RequeuePlan, plan_requeue, requeue
 from nvrx_slurm.slurm.step import AgentStep
@@ -43,10 +49,12 @@ __all__ = [
     "SlurmRelease",
     "SlurmUnavailableError",
     "UnknownJobError",
+    "ancestor_titles",
     "compress_hostlist",
     "expand_hostlist",
     "plan_requeue",
     "requeue",
     "scrubbed_environment",
+    "surrounding_step",
     "unavailable_nodes",
 ]

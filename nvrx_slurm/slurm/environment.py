@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 # What srun would read as its own options (srun(1), INPUT ENVIRONMENT VARIABLES) or would pass on although it
 # describes the allocation as it was at the start. After a lost node these are stale, and srun refuses them.
@@ -69,6 +72,8 @@ _STALE_EXACT = frozenset(
     }
 )
 _STALE_PREFIXES = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_SRUN_COMM", "SLURM_MEM_BIND", "PMI", "PMIX")
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # salloc's interactive step and others that Slurm makes by itself
+_STEP_DAEMON = re.compile(r"slurmstepd: \[(?:StepId=)?(\d+)(?:\+\d+)?\.(\w+)")
 
 
 class NotInAllocationError(RuntimeError):
@@ -102,6 +107,34 @@ class JobEnvironment:
             submit_dir=Path(environ.get("SLURM_SUBMIT_DIR") or cwd),
             node_name=environ.get("SLURMD_NODENAME") or None,
         )
+
+
+def surrounding_step(environ: Mapping[str, str], titles: Iterable[str]) -> str | None:
+    """Return the job step of an ``srun`` that this process is a task of, None in a batch script or salloc.
+
+    ``SLURM_STEP_ID`` alone doesn't tell: a job that was submitted from within a step inherits that step's.
+
+    Args:
+        titles: command lines of this process's ancestors, the nearest first; asked only when they matter.
+    """
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    if not (step.isascii() and step.isdigit()) or int(step) >= _FIRST_RESERVED_STEP:
+        return None
+    for title in titles:
+        daemon = _STEP_DAEMON.match(title)
+        if daemon is not None:
+            inside = daemon[1] == job and daemon[2].isdigit() and int(daemon[2]) < _FIRST_RESERVED_STEP
+            return f"{job}.{daemon[2]}" if inside else None
+    return f"{job}.{step}"
+
+
+def ancestor_titles() -> Iterator[str]:
+    """Yield the command lines of this process's ancestors, the nearest first, as far as they can be read."""
+    try:
+        for process in psutil.Process().parents():
+            yield " ".join(process.cmdline())
+    except psutil.Error:
+        return
 
 
 def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:

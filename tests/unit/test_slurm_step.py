@@ -12,6 +12,7 @@ from nvrx_slurm.slurm import (
     NotInAllocationError,
     expand_hostlist,
     scrubbed_environment,
+    surrounding_step,
 )
 
 # As a batch script of a job on 4 nodes saw it on Slurm 22.05, shortened where values repeat.
@@ -89,6 +90,28 @@ def test_what_slurm_leaves_unset_has_a_meaning() -> None:
 def test_without_a_job_there_is_none(environ: dict[str, str]) -> None:
     with pytest.raises(NotInAllocationError, match="not inside a Slurm allocation"):
         JobEnvironment.from_environ(environ, Path("/here"))
+
+
+@pytest.mark.parametrize(
+    ("step", "titles", "inside"),
+    [
+        (None, ["slurmstepd: [7.batch]"], None),
+        ("4294967290", ["slurmstepd: [7.interactive]"], None),
+        ("4294967280", [], None),
+        ("0", ["bash", "slurmstepd: [7.0]  ", "init"], "7.0"),
+        ("2", ["slurmstepd: [7+1.2]"], "7.2"),
+        ("0", ["slurmstepd: [7.batch]"], None),  # submitted from within a step
+        ("0", ["salloc -N1", "slurmstepd: [6.0]"], None),  # salloc called within a step
+        ("3", ["bash", "init"], "7.3"),  # the ancestors can't be read
+        ("4294967279", [], "7.4294967279"),
+        ("²", [], None),
+    ],
+)
+def test_a_task_of_a_step_is_told_from_a_batch_script(
+    step: str | None, titles: list[str], inside: str | None
+) -> None:
+    environ = {"SLURM_JOB_ID": "7"} | ({} if step is None else {"SLURM_STEP_ID": step})
+    assert surrounding_step(environ, titles) == inside
 
 
 def test_one_agent_runs_on_each_node_and_the_step_survives_a_lost_one() -> None:

@@ -80,8 +80,26 @@ def test_outside_of_an_allocation_the_two_ways_to_get_one_are_shown(
     monkeypatch.delenv("SLURM_JOB_ID")
     said = refused("train.py")
     assert "not inside a Slurm allocation. Two ways to get one:" in said
-    assert "sbatch --no-kill --requeue --open-mode=append -N 5 --wrap 'nvrx-srun --spares 1 train.py'" in said
+    sbatch = "sbatch --no-kill --requeue --open-mode=append"
+    assert f"{sbatch} -N 5 --wrap 'exec nvrx-srun --spares 1 train.py'" in said
     assert "salloc --no-kill -N 5 nvrx-srun --spares 1 train.py" in said
+    said = refused("--dry-run", "--spares=2", "--max-restarts", "3", "train.py", "--spares", "7")
+    typed = "nvrx-srun --dry-run --spares=2 --max-restarts 3 train.py --spares 7"
+    assert f"-N 6 --wrap 'exec {typed}'" in said
+    assert f"salloc --no-kill -N 6 {typed}" in said
+    assert "nvrx-srun --spares 1 train.py --spares 2" in refused("train.py", "--spares", "2")
+
+
+def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
+    here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "3")
+    said = refused("train.py")
+    assert (
+        "task of job step 7.3, but nvrx-srun starts srun itself: call it without srun, in the batch" in said
+    )
+    assert refused("--dry-run", "train.py") == said
+    assert jobs == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +290,7 @@ def test_the_agents_do_not_see_what_is_stale(
     here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_NNODES", "3")
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_STEP_ID", "4294967290")  # salloc's interactive step
     monkeypatch.setenv("MINE", "1")
     srun("train.py")
     environment = jobs[0].step_environ
