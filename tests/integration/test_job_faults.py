@@ -615,11 +615,9 @@ def test_a_missing_srun_fails_the_job(job: Jobs) -> None:
 
 def test_an_agent_that_cannot_take_part_says_why(job: Jobs) -> None:
     run = job(WAITS, *COLD, "--nproc-per-node", "gpu")
-    assert run.run() == 1
+    assert run.run() == 2
     (ended,) = run.events(journal.JobEnded)
-    assert ended.why == (
-        "no node can be used: --nproc-per-node=gpu, but Slurm has given this job no GPU on this node"
-    )
+    assert ended.why == "n1: --nproc-per-node=gpu, but Slurm has given this job no GPU on this node"
     assert run.nothing_is_left()
 
 
