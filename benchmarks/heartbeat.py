@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """What hang detection costs: a rank per heartbeat and section, a node's agent per second.
 
-python benchmarks/heartbeat.py --help    Needs neither root nor Slurm.
+.venv/bin/python benchmarks/heartbeat.py --help    Needs neither root nor Slurm.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 import click
 import msgspec
 import psutil
-from bench import document
+from bench import document, ending
 from bench.document import Document, Row
 from rich.console import Console
 
@@ -58,6 +57,7 @@ while True:
 @click.option("--json", "as_json", is_flag=True, help="Print the document instead of the table.")
 def main(quick: bool, as_json: bool) -> None:
     """Measure the calls of RankMonitorClient one by one, then a whole job's agent."""
+    ending.as_ctrl_c()
     date, machine = document.now(), document.describe_machine()
     rows = [*_client_rows(100 if quick else 1000), *_agent_rows(1 if quick else 5, 5.0 if quick else 20.0)]
     result = Document("heartbeat", machine, date, tuple(rows))
@@ -69,6 +69,7 @@ def main(quick: bool, as_json: bool) -> None:
 
 
 def _client_rows(batches: int) -> list[Row]:
+    _say(f"client: {batches} batches of {_BATCH} calls of each kind …")
     config = build_config(("benchmark", {"rank_section_timeouts": SECTIONS}))
     with (
         tempfile.TemporaryDirectory(dir=_memory()) as folder,
@@ -124,30 +125,28 @@ def _time(metric: str, call: Callable[[], object], batches: int) -> Row:
 
 
 def _agent_rows(runs: int, seconds: float) -> list[Row]:
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="nvrx-heartbeat-") as folder:
         script = Path(folder, "train.py")
         script.write_text(_TRAINING)
         argv = [sys.executable, str(_LOCAL_JOB), f"{folder}/run", "1", str(RANKS), str(script)]
-        job = subprocess.Popen(
+        _say(f"agent: starting a job of {RANKS} ranks …")
+        with ending.program(
             [*argv, f"rank_section_timeouts={SECTIONS}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )
-        try:
+        ) as job:
             journal = Path(folder, "run", "journal.jsonl")
             _wait("all ranks train", lambda: b'"first_step"' in journal.read_bytes())
             agent = _agent_of(job)
             shares, memory = [], []
-            for _ in range(runs):
+            for run in range(runs):
+                _say(f"agent: run {run + 1} of {runs}, {seconds:g} s …")
                 before, began = sum(agent.cpu_times()[:2]), time.monotonic()
                 time.sleep(seconds)
                 used = sum(agent.cpu_times()[:2]) - before
                 shares.append(100 * used / (time.monotonic() - began))
                 memory.append(agent.memory_info().rss / 2**20)
-        finally:
-            job.send_signal(signal.SIGTERM)
-            job.wait(30)
     return [
         document.summarize("agent", document.OURS, "cpu", "% of a core", shares),
         document.summarize("agent", document.OURS, "resident_memory", "MiB", memory),
@@ -176,6 +175,10 @@ def _wait(what: str, condition: Callable[[], psutil.Process | bool | None]) -> p
         if time.monotonic() > deadline:
             raise click.ClickException(f"not within {_START_S:g} s: {what}")
         time.sleep(0.05)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _memory() -> str | None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Seconds from a fault to the first step on every rank: ours, torchrun and NVIDIA's ft_launcher side by side.
 
-python benchmarks/recovery.py --help    Needs root and Slurm: it starts a dev cluster of its own.
+.venv/bin/python benchmarks/recovery.py --help    Needs root and Slurm: it starts a dev cluster of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import dataclasses
 import importlib.metadata
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-from bench import document, peer
+from bench import document, ending, peer
 from bench.document import Document, Row
 from bench.recovery import contenders, marks
 from bench.recovery.contenders import Contender, Place, Store
@@ -85,7 +84,7 @@ def main(
 
     All of them get the same script, nodes and faults on one dev cluster, by turns.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: everything taken down
+    ending.as_ctrl_c()
     began = time.monotonic()
     cases = cases or (_QUICK_CASES if quick else tuple(Case))
     bounds = Bounds(start_s=120.0, recovery_s=bound or 60.0)

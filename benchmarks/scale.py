@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """How the Coordinator bears many nodes: a real one, over the real protocol, with simulated agents.
 
-python benchmarks/scale.py --help    Needs no root; each simulated agent is one TCP connection here.
+.venv/bin/python benchmarks/scale.py --help    Needs no root; each simulated agent is one TCP connection here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import click
 import psutil
-from bench import document
+from bench import document, ending
 from bench.document import Document, Row
 from rich.console import Console
 
@@ -52,14 +53,12 @@ class TrialError(click.ClickException):
 
 
 class _Job:
-    def __init__(self, directory: Path, nodes: int) -> None:
-        self._output = directory / "output"
+    def __init__(self, directory: Path, process: subprocess.Popen[bytes]) -> None:
+        self._output = _output_of(directory)
         self._journal = JournalFollower(directory / "run" / "journal.jsonl")
         self._journal_path = directory / "run" / "journal.jsonl"
         self._records: list[Record] = []
-        command = [sys.executable, _COORDINATOR, directory / "run", str(nodes), str(_SPARES), str(_SLOTS)]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        self._process = process
         self.coordinator = psutil.Process(self._process.pid)
 
     def wait_for(self, kind: type, cycle: int) -> None:
@@ -101,33 +100,38 @@ class _Job:
     def agents(self) -> psutil.Process:
         return next(p for p in self.coordinator.children() if any("agents.py" in a for a in p.cmdline()))
 
-    def end(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            for process in (*self.coordinator.children(recursive=True), self._process):
-                process.kill()
+
+@contextlib.contextmanager
+def _job(directory: Path, nodes: int) -> Iterator[_Job]:
+    command = [sys.executable, _COORDINATOR, directory / "run", str(nodes), str(_SPARES), str(_SLOTS)]
+    with (
+        _output_of(directory).open("wb") as output,
+        ending.program(command, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        yield _Job(directory, process)
+
+
+def _output_of(directory: Path) -> Path:
+    return directory / "output"
 
 
 def run_trial(nodes: int) -> Trial:
     """Form a cycle of ``nodes``, watch it, lose one, form it again."""
-    with tempfile.TemporaryDirectory(prefix="nvrx-scale-") as directory:
-        job = _Job(Path(directory), nodes)
-        try:
-            job.wait_for(FirstStep, 0)
-            formed = job.time_of("assigned", 0) - job.time_of("begin")
-            rss = job.coordinator.memory_info().rss / 2**20
-            job.coordinator.cpu_percent()
-            time.sleep(_STEADY_S)
-            steady = job.coordinator.cpu_percent()
-            job.agents().send_signal(signal.SIGUSR1)
-            job.wait_for(CycleStarted, 1)
-            job.wait_for(FirstStep, 1)
-            reformed = job.time_of("assigned", 1) - job.time_of("cut")
-            return Trial(formed, reformed, steady, rss)
-        finally:
-            job.end()
+    with (
+        tempfile.TemporaryDirectory(prefix="nvrx-scale-") as directory,
+        _job(Path(directory), nodes) as job,
+    ):
+        job.wait_for(FirstStep, 0)
+        formed = job.time_of("assigned", 0) - job.time_of("begin")
+        rss = job.coordinator.memory_info().rss / 2**20
+        job.coordinator.cpu_percent()
+        time.sleep(_STEADY_S)
+        steady = job.coordinator.cpu_percent()
+        job.agents().send_signal(signal.SIGUSR1)
+        job.wait_for(CycleStarted, 1)
+        job.wait_for(FirstStep, 1)
+        reformed = job.time_of("assigned", 1) - job.time_of("cut")
+        return Trial(formed, reformed, steady, rss)
 
 
 def rows_of(nodes: int, trials: list[Trial]) -> list[Row]:
@@ -153,6 +157,7 @@ def rows_of(nodes: int, trials: list[Trial]) -> list[Row]:
 @click.option("--nodes", type=click.IntRange(2, 100_000), multiple=True, help="Sizes.  [default: 64 … 8192]")
 def main(quick: bool, as_json: bool, runs: int, nodes: tuple[int, ...]) -> None:
     """Measure forming, re-forming and idling of the Coordinator for growing jobs."""
+    ending.as_ctrl_c()
     sizes = nodes or (_QUICK_SIZES if quick else _SIZES)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * max(sizes) + 1000
