@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
+
+from nvrx_slurm.cli.doctor import _launcher, _own_times
+from nvrx_slurm.cli.doctor import main as doctor
+from nvrx_slurm.doctor.batch_file import parse_batch_file
+from nvrx_slurm.doctor.lint import lint
 
 CLONE = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [CLONE / "README.md", *sorted((CLONE / "docs").glob("*.md"))]
-_COMMAND = re.compile(r"nvrx-(srun|report|devcluster|doctor|quickstart)\b[^`\n|…]*")
+_COMMAND = re.compile(r"nvrx-(srun|report|devcluster|doctor|quickstart)\b[^`\n|…)]*")
 
 
 def _shown() -> list[tuple[str, str]]:
@@ -49,6 +56,33 @@ def test_every_option_that_a_document_shows_exists(document: str, line: str) -> 
             break
         if word.startswith("-"):
             assert word.split("=")[0] in known, f"{document}: {line}: {word}"
+
+
+def _blocks(language: str, begins: str) -> list[str]:
+    found = (re.findall(rf"```(?:{language})?\n(.*?)```", path.read_text(), re.S) for path in DOCUMENTS)
+    return [block for blocks in found for block in blocks if block.startswith(begins)]
+
+
+def test_the_doctor_has_nothing_to_say_about_a_batch_script_in_a_document() -> None:
+    scripts = _blocks("sh|bash", "#!/bin/bash")
+    assert scripts
+    for script in scripts:
+        found, ladders = lint(parse_batch_file(script, _launcher()), _own_times(), None)
+        assert found == []
+        assert ladders
+
+
+def test_the_doctor_has_nothing_to_say_about_a_configuration_in_a_document(tmp_path: Path) -> None:
+    configurations = _blocks("yaml", "fault_tolerance:")
+    assert configurations
+    for text in configurations:
+        (tmp_path / "ft.yaml").write_text(text)
+        options = ["check", "--json", "--longest-step", "1m", "--time-limit", "1d", "--ft-config"]
+        done = CliRunner().invoke(doctor, [*options, str(tmp_path / "ft.yaml")])
+        ladder = [
+            f for f in json.loads(done.output)["findings"] if f["rule"] in ("T1", "T2", "T3", "T4", "T5")
+        ]
+        assert {finding["status"] for finding in ladder} == {"ok"}, ladder
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
