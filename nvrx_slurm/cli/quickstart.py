@@ -87,12 +87,16 @@ class _Quickstart:
         self._steps = steps
         self._deadline = time.monotonic() + timeout_s
         self._console = Console(highlight=False, soft_wrap=True)
-        self._environ = {**os.environ, **cluster.environment()}
+        # Of its own each time: a new cluster counts its jobs from 1 again.
+        self._run_dir = _CLONE / "nvrx" / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._output = self._run_dir / "slurm.out"
+        self._environ = {**os.environ, **cluster.environment(), "NVRX_RUN_DIR": str(self._run_dir)}
 
     def say(self, text: str) -> None:
         self._console.print(f"[bold cyan]▶[/] {text}", style="bold")
 
     def run(self) -> int:
+        self._run_dir.mkdir(mode=0o700, parents=True)
         job_id = self._submit()
         try:
             return self._watch(job_id)
@@ -100,7 +104,8 @@ class _Quickstart:
             subprocess.run(["scancel", job_id], env=self._environ, check=False, capture_output=True)
 
     def _submit(self) -> str:
-        command = ["sbatch", "--parsable", str(_TEMPLATE), "--steps", str(self._steps)]
+        command = ["sbatch", "--parsable", f"--output={self._output}"]
+        command += [str(_TEMPLATE), "--steps", str(self._steps)]
         self.say(f"Submitting the job: {shlex.join(command)}")
         done = subprocess.run(
             command, cwd=_CLONE, env=self._environ, capture_output=True, text=True, check=False
@@ -108,14 +113,13 @@ class _Quickstart:
         if done.returncode != 0:
             raise QuickstartError(f"sbatch refused the job: {done.stderr.strip()}")
         job_id = done.stdout.strip().partition(";")[0]
-        self.say(f"It is job {job_id}; its output goes to slurm-{job_id}.out, its journal to nvrx/{job_id}/")
+        self.say(f"It is job {job_id}; its output and its journal go to {self._run_dir.relative_to(_CLONE)}/")
         return job_id
 
     def _watch(self, job_id: str) -> int:
-        run_dir = _CLONE / "nvrx" / job_id
         course = _Course()
         faults: Iterator[Callable[[_Course], None]] = iter((self._kill_rank, self._kill_node))
-        for record in self._records(run_dir / "journal.jsonl", job_id):
+        for record in self._records(self._run_dir / "journal.jsonl", job_id):
             course.take(record)
             line = line_for(record)
             if line is not None:
@@ -127,7 +131,7 @@ class _Quickstart:
                 fault = next(faults, None)
                 if fault is not None:
                     fault(course)
-        return self._conclude(course, job_id, run_dir)
+        return self._conclude(course, job_id)
 
     def _records(self, journal: Path, job_id: str) -> Iterator[Record]:
         """Yield the journal's records as they come, until the last."""
@@ -136,26 +140,30 @@ class _Quickstart:
             if journal.exists():
                 yield from follower.read()
             if time.monotonic() > self._deadline:
-                raise QuickstartError(f"job {job_id} did not end in time: see {_CLONE}/slurm-{job_id}.out")
+                raise QuickstartError(f"job {job_id} did not end in time: see {self._output}")
             time.sleep(_READ_INTERVAL_S)
 
     def _kill_rank(self, course: _Course) -> None:
         node, pid = course.pids[_RANK]
         self.say(f"Now rank {_RANK} dies: kill -9 {pid} on {node}")
-        self._cluster.exec(node, ["kill", "-9", str(pid)], check=True)
+        done = self._cluster.exec(node, ["kill", "-9", str(pid)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise QuickstartError(f"rank {_RANK} could not be killed on {node}: {done.stderr.strip()}")
 
     def _kill_node(self, course: _Course) -> None:
         node = course.nodes[2]
-        self.say(f"Now node {node} loses power, and its ranks with it: nvrx-devcluster kill-node {node}")
+        self.say(f"Now node {node} loses power, and its ranks with it: bin/nvrx-devcluster kill-node {node}")
         self._cluster.kill_node(node)
 
-    def _conclude(self, course: _Course, job_id: str, run_dir: Path) -> int:
+    def _conclude(self, course: _Course, job_id: str) -> int:
         report = build_report(course.records, now=time.time(), in_slurm=None)
-        self.say(f"The report, as `nvrx-report {run_dir}` prints it:")
+        self.say(f"The report, as bin/nvrx-report {self._run_dir.relative_to(_CLONE)} prints it:")
         self._console.print(render(report))
         if course.end is None or course.end.code != 0:
-            self.say(f"The job did NOT finish: see {_CLONE}/slurm-{job_id}.out")
+            self.say(f"The job did NOT finish: see {self._output}")
             return 1
+        where = self._run_dir.relative_to(_CLONE)
+        self.say(f"Everything about the job stays in {where}/; the cluster goes down unless --keep is given")
         self._console.print(f"[bold green]✔[/] Job {job_id} {closing(report)}", style="bold")
         return 0
 
@@ -169,9 +177,12 @@ def main(steps: int, keep: bool, name: str, timeout_s: float) -> None:
     """Start a five-node Slurm cluster on this machine, train through two faults, and show the report."""
     cluster = DevCluster(name)
     code = 1
+    started = time.monotonic()
     try:
-        started = time.monotonic()
         cluster.up(nodes=_NODES, gpus_per_node=2, share=[_CLONE])
+    except DevClusterError as error:
+        raise click.ClickException(str(error)) from error
+    try:
         quickstart = _Quickstart(cluster, steps, timeout_s)
         quickstart.say(f"A Slurm cluster of {_NODES} nodes is up ({time.monotonic() - started:.1f} s)")
         code = quickstart.run()
@@ -181,11 +192,11 @@ def main(steps: int, keep: bool, name: str, timeout_s: float) -> None:
         code = 130
     finally:
         if keep:
-            click.echo(f"The cluster stays up; take it down with: nvrx-devcluster down --name {name}")
+            click.echo(f"The cluster stays up; take it down with: bin/nvrx-devcluster down --name {name}")
         else:
             cluster.down()
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="nvrx-quickstart")

@@ -131,8 +131,13 @@ def main(
     Exit codes: 0 all ranks succeeded; 1 failed, restarts used up; 2 wrong usage; 75 too few nodes or asked to
     stop: requeue the job; 128 + N stopped by signal N.
     """
+    from nvrx_slurm.coordinator.address import NoAddressError, address_toward
     from nvrx_slurm.coordinator.cycle import Policy
+    from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
+    from nvrx_slurm.coordinator.preparation import claim_own, first_cycle, preferred_order
     from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
+    from nvrx_slurm.coordinator.terminal import open_standard_streams
+    from nvrx_slurm.journal import JournalVersionError
     from nvrx_slurm.slurm import (
         AgentStep,
         JobEnvironment,
@@ -145,6 +150,7 @@ def main(
         surrounding_step,
     )
 
+    open_standard_streams()
     _check_nproc(nproc_per_node)
     try:
         job = JobEnvironment.from_environ(os.environ, Path.cwd())
@@ -158,9 +164,10 @@ def main(
     kind, target = _program(script, module, no_python)
     client = ScontrolClient()
     try:
-        nodes = client.job(job.job_id).nodes
+        in_slurm = client.job(job.job_id)
     except (SlurmUnavailableError, UnknownJobError) as error:
         raise click.UsageError(f"cannot find out the nodes of job {job.job_id}: {error}") from error
+    nodes = in_slurm.nodes
     if spares >= len(nodes):
         raise click.BadParameter(
             f"{spares} of {len(nodes)} nodes leave none to train on", param_hint="--spares"
@@ -170,18 +177,27 @@ def main(
         click.echo(shlex.join(step.argv()))
         return
 
-    path = run_dir or Path(os.environ.get("NVRX_RUN_DIR") or job.submit_dir / "nvrx" / job.job_id)
-    directory = RunDir(path.absolute())
+    chosen = run_dir or os.environ.get("NVRX_RUN_DIR")
+    directory = RunDir(Path(chosen or job.submit_dir / "nvrx" / job.job_id).absolute())
     try:
-        lock = directory.claim()
-    except RunDirError as error:
+        held = claim_job(job.job_id)
+        if held is not None:
+            click.get_current_context().call_on_close(held.close)
+        if chosen:
+            lock = directory.claim()
+        else:
+            lock, aside = claim_own(directory, job.job_id, job.restart_count, in_slurm.submitted)
+            if aside is not None:
+                click.echo(
+                    f"an earlier job had the id {job.job_id}: {aside} is its run directory now", err=True
+                )
+    except (JobInUseError, RunDirError) as error:
         raise click.UsageError(str(error)) from error
+    except (OSError, JournalVersionError) as error:
+        raise click.UsageError(f"run directory {directory.path}: {error}") from error
 
-    from nvrx_slurm.coordinator.address import NoAddressError, address_toward
     from nvrx_slurm.coordinator.ft_state import FtStateError, load_ft_state
     from nvrx_slurm.coordinator.job import JobSpec, run_job
-    from nvrx_slurm.coordinator.preparation import first_cycle, preferred_order
-    from nvrx_slurm.journal import JournalVersionError
     from nvrx_slurm.wire import messages as msg
 
     others = [node for node in nodes if node != job.node_name] or list(nodes)
@@ -200,6 +216,7 @@ def main(
     spec = JobSpec(
         job_id=job.job_id,
         restart_count=job.restart_count,
+        submitted=in_slurm.submitted,
         host=job.node_name or socket.gethostname(),
         address=address,
         policy=Policy(
@@ -225,7 +242,11 @@ def main(
         step_argv=step.argv(),
         step_environ=scrubbed_environment(os.environ),
     )
-    code = run_job(spec)
+    try:
+        code = run_job(spec)
+    except OSError as error:
+        # The journal or the port: nothing has been started yet.
+        raise click.UsageError(f"cannot start: {error}") from error
     os.close(lock)
     sys.exit(code)
 
@@ -247,10 +268,11 @@ def _program(script: str, module: bool, no_python: bool) -> tuple[ProgramKind, s
 
 
 def _check_nproc(nproc_per_node: str) -> None:
-    words = ("auto", "gpu", "cpu")
-    digits = nproc_per_node.isascii() and nproc_per_node.isdigit()
-    if nproc_per_node not in words and not (digits and int(nproc_per_node) > 0):
-        raise click.BadParameter(
-            f"{nproc_per_node!r}: a number above 0, auto, gpu or cpu is accepted",
-            param_hint="--nproc-per-node",
-        )
+    # 250: what one message to the worker server can carry in descriptors (SCM_MAX_FD is 253).
+    number = nproc_per_node.isascii() and nproc_per_node.isdigit() and len(nproc_per_node) < 4
+    if nproc_per_node in ("auto", "gpu", "cpu") or (number and 0 < int(nproc_per_node) <= 250):
+        return
+    raise click.BadParameter(
+        f"{nproc_per_node[:40]!r}: a number from 1 to 250, auto, gpu or cpu is accepted",
+        param_hint="--nproc-per-node",
+    )

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import os
-import sys
-from collections.abc import Iterator
-from typing import TextIO
-
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator.blame import describe
 from nvrx_slurm.journal import Record
@@ -51,28 +44,3 @@ def line_for(record: Record) -> str | None:
             return f"ends with exit code {event.code}: {event.why}"
         case _:
             return None
-
-
-def say(text: str) -> None:
-    """Print one line of the Coordinator's own to standard error; a closed terminal is no reason to stop."""
-    stamp = datetime.datetime.now().strftime("%H:%M:%S")
-    with readers_may_leave(sys.stderr):
-        print(f"nvrx-srun {stamp} {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def readers_may_leave(stream: TextIO, *, for_good: bool = False) -> Iterator[None]:
-    """Suppress the error of a stream that can't be written, now or, with ``for_good``, ever again.
-
-    What waits in the stream's buffer then goes to /dev/null: the interpreter would exit with 120 otherwise,
-    because it can't be flushed at the end.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if for_good or isinstance(error, BrokenPipeError):
-            with contextlib.suppress(OSError, ValueError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
-                stream.flush()

@@ -471,6 +471,10 @@ class CycleMachine:
             self._end_for_lack_of_nodes(stop, blame)
             return
         self._verdict(VerdictAction.RESTART, blame, blame.why)
+        if blame.fault.detector == "start" and self.members.usable_count > self.policy.active_nodes:
+            # It would fail there again, and there is a node that has not.
+            self._exclude(blame.fault.node, f"could not start workers: {blame.fault.detail}")
+            self._do(Disconnect(blame.fault.node, "a spare takes this node's place"))
         self.restarts += 1
         self.cycle += 1
         self.phase = Phase.FORMING
@@ -539,6 +543,12 @@ class CycleMachine:
 
     def _timer_fired(self, timer: Timer) -> None:
         match timer:
+            case Timer.JOIN if self.phase is Phase.FORMING and self.members.nobody_came:
+                self._end(
+                    EXIT_FAILED,
+                    f"no agent joined within {self.policy.join_timeout_s:g} s: "
+                    "another step of this job may hold its nodes, or srun could not start",
+                )
             case Timer.JOIN if self.phase is Phase.FORMING:
                 for node in self.members.expected:
                     self._write(journal.NodeLost(node=node, why="its agent never joined"))

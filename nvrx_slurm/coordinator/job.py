@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
-import sys
 import time
 import traceback
 from collections import defaultdict
@@ -22,6 +22,7 @@ from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
+from nvrx_slurm.coordinator.terminal import Terminal
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.slurm import (
@@ -38,6 +39,8 @@ from nvrx_slurm.wire.timeouts import Monitoring
 
 _PROGRESS_INTERVAL_S = 5.0
 _AGENTS_GRACE_S = 15.0
+_LAST_OUTPUT_TIMEOUT_S = 30.0
+_TERMINAL_GRACE_S = 2.0
 _SRUN_GRACE_S = 2.0
 _OUTPUT_QUEUE = 1024
 _CULPRIT_LINES = 20
@@ -52,6 +55,8 @@ class JobSpec:
 
     job_id: str
     restart_count: int
+    submitted: int
+    """When Slurm took the job, Unix seconds: a job id alone may be used again."""
     host: str
     address: str
     """Where agents and ranks reach this host."""
@@ -83,6 +88,7 @@ class JobRunner:
         self._token = rpc.new_token()
         self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
         self._stores = RendezvousStores(spec.address, self._store_lost)
+        self._terminal = Terminal()
         self._logs = RankLogs(spec.run_dir, self._show_line)
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
@@ -104,14 +110,16 @@ class JobRunner:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for sig in _STOP_SIGNALS:
-            loop.add_signal_handler(sig, self._feed, steps.StopRequested(sig))
+            # nohup(1) has SIGHUP ignored, and means it.
+            if signal.getsignal(sig) is not signal.SIG_IGN:
+                loop.add_signal_handler(sig, self._feed, steps.StopRequested(sig))
         for sig in _DRAIN_SIGNALS:
             loop.add_signal_handler(sig, self._feed, steps.DrainRequested(sig))
         self._announce()
         port = await self._server.start(self._spec.address)
         self._stores.start()
         writing = asyncio.create_task(self._write_logs())
-        step = AgentsStep(self._spec.step_argv, self._agents_environ(port), console.say)
+        step = AgentsStep(self._spec.step_argv, self._agents_environ(port), self._terminal.say)
         try:
             self._carry_out(self._machine.start())
             await self._start_step(step)
@@ -120,7 +128,8 @@ class JobRunner:
             await self._server.shut_down(_AGENTS_GRACE_S)
             await step.end(_SRUN_GRACE_S)
             await self._stores.close()
-            await self._log_queue.join()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._log_queue.join(), _LAST_OUTPUT_TIMEOUT_S)
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=2 * _LAST_LINES_TIMEOUT_S)
             async with self._saving:
@@ -132,13 +141,18 @@ class JobRunner:
                 self._complain("output", error)
         if end.code == EXIT_RESTART_ELSEWHERE:
             self._requeue()
+        if self._complained:
+            self._terminal.say(
+                f"WARNING: not everything could be written: {', '.join(sorted(self._complained))}"
+            )
         self._journal.close()
+        self._terminal.close(_TERMINAL_GRACE_S)
         return end.code
 
     def _requeue(self) -> None:
         """Have Slurm start the job again without the nodes that were lost. Slurm then ends this process."""
         try:
-            plan = requeue(self._spec.slurm, self._spec.job_id, sorted(self._bad_nodes))
+            plan = requeue(self._spec.slurm, self._spec.job_id, self._nodes_to_exclude())
         except (CannotRequeueError, SlurmUnavailableError, UnknownJobError) as error:
             self._record(journal.NotRequeued(why=str(error)))
         else:
@@ -147,6 +161,14 @@ class JobRunner:
                     excluded=list(plan.exclude), start_in_s=plan.start_in_s, warnings=list(plan.warnings)
                 )
             )
+
+    def _nodes_to_exclude(self) -> list[str]:
+        """Return the nodes to blame; none if all others went: this host may have been cut off then."""
+        left = set(self._spec.policy.nodes) - self._bad_nodes - {self._spec.host}
+        if not left and self._bad_nodes:
+            self._terminal.say("every other node went: not excluding them, this host may have been the cause")
+            return []
+        return sorted(self._bad_nodes)
 
     def _announce(self) -> None:
         spec, policy = self._spec, self._spec.policy
@@ -160,9 +182,10 @@ class JobRunner:
                 host=spec.host,
                 fence=spec.fence,
                 version=__version__,
+                submitted=spec.submitted,
             )
         )
-        console.say(f"job {spec.job_id}: run directory {spec.run_dir.path}")
+        self._terminal.say(f"job {spec.job_id}: run directory {spec.run_dir.path}")
 
     def _agents_environ(self, port: int) -> dict[str, str]:
         address = self._spec.address
@@ -257,7 +280,7 @@ class JobRunner:
         try:
             adopted = adopt(self._monitoring, m.heartbeat, m.section)
         except ValueError as error:
-            console.say(f"WARNING: time-outs that a rank on {node} calculated are ignored: {error}")
+            self._terminal.say(f"WARNING: time-outs that a rank on {node} calculated are ignored: {error}")
             return
         if adopted == self._monitoring:
             return
@@ -408,7 +431,7 @@ class JobRunner:
             record = Record(ts=time.time(), job="", attempt=0, cycle=cycle, event=event)
         line = console.line_for(record)
         if line is not None:
-            console.say(line)
+            self._terminal.say(line)
         if isinstance(event, journal.Verdict) and event.rank is not None:
             self._spawn(self._show_last_lines(record.cycle, event.rank))
 
@@ -425,7 +448,7 @@ class JobRunner:
             await asyncio.wait_for(complete.wait(), _LAST_LINES_TIMEOUT_S)
             await asyncio.wait_for(self._log_queue.join(), _LAST_LINES_TIMEOUT_S)
         for line in last_lines(self._spec.run_dir.rank_log(cycle, rank), _CULPRIT_LINES):
-            console.say(f"  rank {rank} | {line}")
+            self._terminal.say(f"  rank {rank} | {line}")
 
     async def _write_logs(self) -> None:
         loop = asyncio.get_running_loop()
@@ -459,21 +482,18 @@ class JobRunner:
             self._logs.flush(now - REORDER_S)
         except Exception as error:
             failed = error
-        with console.readers_may_leave(sys.stdout):
-            sys.stdout.flush()
         return failed
 
     def _show_line(self, rank: int, text: bytes) -> None:
         if rank == 0:
             # As it came, whatever this terminal's encoding.
-            with console.readers_may_leave(sys.stdout):
-                sys.stdout.buffer.write(text + b"\n")
+            self._terminal.show(text + b"\n")
 
     def _complain(self, what: str, error: Exception) -> None:
         """Say once that something can't be written; training goes on."""
         if what not in self._complained:
             self._complained.add(what)
-            console.say(f"WARNING: the {what} cannot be written to {self._spec.run_dir.path}: {error}")
+            self._terminal.say(f"WARNING: the {what} cannot be written to {self._spec.run_dir.path}: {error}")
 
 
 def run_job(spec: JobSpec) -> int:
@@ -483,9 +503,7 @@ def run_job(spec: JobSpec) -> int:
         # grpc.aio binds its server to the loop that runs when it is made.
         return await JobRunner(spec).run()
 
-    try:
-        return asyncio.run(run())
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with console.readers_may_leave(stream, for_good=True):
-                stream.flush()
+    # Each node takes a descriptor.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return asyncio.run(run())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from nvrx_slurm.coordinator.run_dir import RunDir
-from nvrx_slurm.journal import CycleStarted, read_journal
+from nvrx_slurm.journal import CycleStarted, JobStarted, read_journal
 
 
 def preferred_order(nodes: Sequence[str], batch_host: str | None, spares: int) -> tuple[str, ...]:
@@ -30,3 +32,42 @@ def first_cycle(run_dir: RunDir) -> int:
     except FileNotFoundError:
         return 0
     return max((record.cycle + 1 for record in records if isinstance(record.event, CycleStarted)), default=0)
+
+
+def _belongs_to_another_job(run_dir: RunDir, job_id: str, restart_count: int, submitted: int) -> bool:
+    """Tell whether the journal there is of an earlier job that had the same id: Slurm begins anew at times.
+
+    Only a first attempt can tell, since a requeue changes the time of submission.
+
+    Raises:
+        JournalVersionError: the journal was written by a newer version.
+    """
+    if restart_count > 0 or not submitted:
+        return False
+    try:
+        records = read_journal(run_dir.journal)
+    except FileNotFoundError:
+        return False
+    starts = [r for r in records if r.job == job_id and isinstance(r.event, JobStarted)]
+    if not starts:
+        return False
+    last = starts[-1]
+    assert isinstance(last.event, JobStarted)
+    return last.attempt > 0 or (last.event.submitted != 0 and last.event.submitted != submitted)
+
+
+def claim_own(run_dir: RunDir, job_id: str, restart_count: int, submitted: int) -> tuple[int, Path | None]:
+    """Claim the run directory that is named after the job, and set an earlier job's aside.
+
+    Returns:
+        The lock as :meth:`RunDir.claim` returns it, and where the earlier job's directory is now.
+
+    Raises:
+        RunDirError, JournalVersionError, OSError
+    """
+    lock = run_dir.claim()
+    if not _belongs_to_another_job(run_dir, job_id, restart_count, submitted):
+        return lock, None
+    aside = run_dir.set_aside()
+    os.close(lock)
+    return run_dir.claim(), aside

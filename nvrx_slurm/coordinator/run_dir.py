@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +48,7 @@ class RunDir:
         """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owner = self.path.stat().st_uid
-            if owner != os.geteuid():
-                raise RunDirError(
-                    f"run directory {self.path} belongs to uid {owner}: choose another with --run-dir"
-                )
+            self._check_owner()
             fd = os.open(self.path / "coordinator.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RunDirError(
@@ -66,3 +64,29 @@ class RunDir:
                 "with --run-dir"
             ) from error
         return fd
+
+    def _check_owner(self) -> None:
+        """Refuse what another user could have written, and would be believed or followed."""
+        info = self.path.stat()
+        if info.st_uid != os.geteuid():
+            raise RunDirError(
+                f"run directory {self.path} belongs to uid {info.st_uid}: choose another with --run-dir"
+            )
+        if info.st_mode & 0o022:
+            raise RunDirError(
+                f"run directory {self.path} is writable by others: `chmod go-w` it, or choose another "
+                "with --run-dir"
+            )
+        for file in (self.journal, self.ft_state, self.path / "coordinator.lock"):
+            with contextlib.suppress(FileNotFoundError):
+                there = file.lstat()
+                if there.st_uid != os.geteuid() or not stat.S_ISREG(there.st_mode):
+                    raise RunDirError(f"{file} is not a regular file of yours: choose another --run-dir")
+
+    def set_aside(self) -> Path:
+        """Rename the directory, which is another job's, to the first free name beside it; return that."""
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old{number}")).exists():
+            number += 1
+        self.path.rename(aside)
+        return aside

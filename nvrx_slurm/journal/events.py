@@ -58,6 +58,8 @@ class JobStarted(Event, frozen=True, tag="job_started"):
     fence: str
     """``job.restart.attempt``."""
     version: str
+    submitted: int = 0
+    """When Slurm took the job, Unix seconds; a requeue changes it. 0: not known."""
 
 
 class NodeJoined(Event, frozen=True, tag="node_joined"):

@@ -117,6 +117,9 @@ def collect(records: Iterable[Record]) -> tuple[list[AttemptNotes], int]:
     left_out = 0
     clock = _Clock()
     for record in records:
+        if attempts and _is_another_job(attempts[-1], record):
+            # In a run directory that several jobs share, the last job is what is asked about.
+            attempts, left_out, clock = [], 0, _Clock()
         current = attempts[-1] if attempts else None
         if current is not None and record.attempt < current.number:
             left_out += 1
@@ -137,6 +140,19 @@ def collect(records: Iterable[Record]) -> tuple[list[AttemptNotes], int]:
             cycle.last_at = at
         current.entries.append(Entry(at, record, cycle))
     return attempts, left_out
+
+
+def _is_another_job(attempt: AttemptNotes, record: Record) -> bool:
+    """Tell whether ``record`` begins a job that is not the one of ``attempt``, though it may have its id."""
+    event = record.event
+    before = attempt.started
+    if not isinstance(event, JobStarted) or before is None:
+        return False
+    if attempt.entries and record.job != attempt.entries[0].record.job:
+        return True
+    # A requeue counts up; in one attempt a script may call nvrx-srun more than once.
+    known = event.submitted and before.submitted and event.submitted != before.submitted
+    return record.attempt < attempt.number or (record.attempt == 0 and bool(known))
 
 
 def _note(attempt: AttemptNotes, at: float, record: Record) -> CycleNotes | None:

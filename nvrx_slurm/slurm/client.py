@@ -54,6 +54,8 @@ class Job:
     """``sbatch -w``."""
     excluded_nodes: tuple[str, ...]
     """``sbatch -x``, and what earlier requeues have added."""
+    submitted: int = 0
+    """Unix seconds; a requeue changes it. 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ def parse_job(text: str, job_id: str) -> Job:
         match = re.match(r"\d+", fields.get(name, ""))
         return int(match.group()) if match else 0
 
+    submitted = fields.get("SubmitTime", "")
     work_dir = present("WorkDir")
     return Job(
         job_id=fields["JobId"],
@@ -288,6 +291,7 @@ def parse_job(text: str, job_id: str) -> Job:
         num_nodes=number("NumNodes"),
         required_nodes=tuple(expand_hostlist(present("ReqNodeList") or "")),
         excluded_nodes=tuple(expand_hostlist(present("ExcNodeList") or "")),
+        submitted=int(submitted) if submitted.isdecimal() else 0,
     )
 
 

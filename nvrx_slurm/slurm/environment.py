@@ -101,9 +101,10 @@ class JobEnvironment:
         job_id = environ.get("SLURM_JOB_ID", "")
         if not (job_id.isascii() and job_id.isdigit()):
             raise NotInAllocationError("SLURM_JOB_ID is not set: this is not inside a Slurm allocation")
+        restarts = environ.get("SLURM_RESTART_COUNT", "")
         return cls(
             job_id=job_id,
-            restart_count=int(environ.get("SLURM_RESTART_COUNT") or 0),
+            restart_count=int(restarts) if restarts.isdecimal() else 0,
             submit_dir=Path(environ.get("SLURM_SUBMIT_DIR") or cwd),
             node_name=environ.get("SLURMD_NODENAME") or None,
         )

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-
 import pytest
 
 from nvrx_slurm import journal
@@ -67,33 +62,3 @@ def test_a_turn_of_events_is_one_line(event: AnyEvent, line: str) -> None:
 @pytest.mark.parametrize("event", SILENT)
 def test_what_only_reports_need_is_not_told(event: AnyEvent) -> None:
     assert console.line_for(record(event)) is None
-
-
-def test_a_line_is_stamped_and_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    console.say("received SIGTERM")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"nvrx-srun \d\d:\d\d:\d\d received SIGTERM\n", err)
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_reader_that_has_left_does_not_change_the_exit_code(stream: str) -> None:
-    program = f"""
-import sys
-from nvrx_slurm.coordinator.console import readers_may_leave
-for _ in range(3):
-    with readers_may_leave(sys.{stream}):
-        print("anybody?", file=sys.{stream}, flush=True)
-sys.exit(7)
-"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=writer if stream == "stdout" else subprocess.DEVNULL,
-        stderr=writer if stream == "stderr" else subprocess.DEVNULL,
-        check=False,
-        timeout=30,
-    )
-    os.close(writer)
-    assert done.returncode == 7

@@ -21,6 +21,7 @@ from nvrx_slurm.journal import (
     FaultKind,
     FirstStep,
     JobEnded,
+    JobStarted,
     NodeJoined,
     NodeLost,
     NotRequeued,
@@ -607,3 +608,30 @@ def test_a_step_that_goes_back_without_a_restart_does_not_break_the_report() -> 
     assert shown.last_step == 11
     assert shown.time is not None
     assert shown.time.seconds[Phase.REDOING] == pytest.approx(1.0 + 4.0)
+
+
+def test_of_several_jobs_in_one_run_directory_the_last_is_reported() -> None:
+    def job(name: str, submitted: int, code: int) -> list[Record]:
+        start = JobStarted(
+            nodes=["n1"],
+            active_nodes=1,
+            spares=0,
+            max_restarts=3,
+            argv=["train.py"],
+            host="n1",
+            fence=f"{name}.0.0",
+            version="1",
+            submitted=submitted,
+        )
+        events = (start, JobEnded(code=code, why="over"))
+        return [
+            Record(ts=float(submitted + i), job=name, attempt=0, cycle=0, event=event)
+            for i, event in enumerate(events)
+        ]
+
+    # given a job, another with the same id (Slurm counts from 1 again at times), and one with another id
+    first, again, other = job("1", 100, 1), job("1", 200, 0), job("2", 300, 75)
+    assert build_report([*first, *again], now=1000.0).code == 0
+    assert build_report([*first, *again, *other], now=1000.0).job == "2"
+    # but one job may start nvrx-srun more than once
+    assert len(build_report([*first, *first], now=1000.0).attempts) == 2

@@ -106,9 +106,12 @@ def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
     ("arguments", "says"),
     [
         ([], "Missing argument 'SCRIPT'"),
-        (["--nproc-per-node", "many", "train.py"], "'many': a number above 0, auto, gpu or cpu is accepted"),
-        (["--nproc-per-node", "0", "train.py"], "'0': a number above 0, auto, gpu or cpu is accepted"),
-        (["--nproc-per-node", "²", "train.py"], "'²': a number above 0, auto, gpu or cpu is accepted"),
+        (
+            ["--nproc-per-node", "many", "train.py"],
+            "'many': a number from 1 to 250, auto, gpu or cpu is accepted",
+        ),
+        (["--nproc-per-node", "0", "train.py"], "'0': a number from 1 to 250, auto, gpu or cpu is accepted"),
+        (["--nproc-per-node", "²", "train.py"], "'²': a number from 1 to 250, auto, gpu or cpu is accepted"),
         (["--spares", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--spares", "some", "train.py"], "'some' is not a valid integer"),
         (["--spares", "3", "train.py"], "--spares: 3 of 3 nodes leave none to train on"),
