@@ -52,7 +52,7 @@ class LocalCycle:
         return step
 
     def close(self) -> None:
-        """Unmap and remove the pages."""
+        """Close and remove the pages."""
         self.monitors.close()
         for path in self.page_paths.values():
             path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nvrx_slurm import linux
 from nvrx_slurm.agent.deadlines import Deadline, deadlines_of
 from nvrx_slurm.wire.messages import RankSnapshot
-from nvrx_slurm.wire.page import HeartbeatPage, PageReading
+from nvrx_slurm.wire.page import AgentPage, PageReading
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
 _HAIR_S = 0.001
@@ -27,7 +27,7 @@ class RankMonitors:
 
     def __init__(
         self,
-        pages: Mapping[int, HeartbeatPage],
+        pages: Mapping[int, AgentPage],
         monitoring: Monitoring,
         on_stalled: Callable[[int, Sequence[Deadline]], None],
     ) -> None:
@@ -128,7 +128,7 @@ class RankMonitors:
         return min(known, default=None)
 
     def close(self) -> None:
-        """End all timers and unmap the pages."""
+        """End all timers and close the pages."""
         for rank in list(self._timers):
             self.forget(rank)
         for page in self._pages.values():

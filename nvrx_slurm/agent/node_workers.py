@@ -206,7 +206,8 @@ class NodeWorkers:
         """Raise ``should_stop`` on every rank."""
         if self._cycle is not None and self._cycle.cycle == number:
             for page in self._cycle.pages.values():
-                page.request_stop()
+                with contextlib.suppress(OSError):
+                    page.request_stop()
 
     async def close(self) -> None:
         """Leave no process, without grace."""

@@ -10,6 +10,7 @@ import pytest
 
 from nvrx_slurm.wire import page
 from nvrx_slurm.wire.page import PAGE_BYTES, HeartbeatPage
+from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, SectionTimeouts
 
 
 @pytest.fixture
@@ -91,3 +92,21 @@ def test_closing_twice_is_closing(path: Path) -> None:
     opened = HeartbeatPage.create(path)
     opened.close()
     opened.close()
+
+
+def test_a_shortened_page_is_no_new_sign_and_kills_nobody(path: Path) -> None:
+    """A mapping would be SIGBUS to the reader."""
+    agent, rank = HeartbeatPage.create(path), HeartbeatPage.open(path)
+    agent.set_timeouts(HeartbeatTimeouts(subsequent=5), SectionTimeouts(section={"a": 1e300}))
+    rank.start_monitoring(1_000)
+    rank.beat(7, 2_000)
+    rank.open_section(0, 2_500, True)
+    before = agent.read(1)
+    assert before.sections[0].timeout_ns == 10**18, "as long as possible"
+    for size in (4096, 128, 100, 0):
+        os.truncate(path, size)
+        assert agent.read(1) == before
+    agent.request_stop()
+    assert agent.read(1) == before
+    path.unlink()
+    assert agent.read(1) == before
