@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from harness import LocalJob, local_jobs
+
+# A shell that runs the tests in the background has them ignore these, and every process that they start;
+# slurmstepd starts tasks without.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture
