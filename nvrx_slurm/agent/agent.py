@@ -171,7 +171,13 @@ class Agent:
 
     async def _write(self, control: _Control) -> None:
         while (message := await self._outbox.get()) is not None:
-            await control.write(message)
+            try:
+                rpc.encode(message)
+            except (OverflowError, TypeError, ValueError) as error:
+                # Whatever a rank has made of it, the stream must not end by it.
+                _log.error("dropped a message that cannot be sent: %s: %.200r", error, message)
+            else:
+                await control.write(message)
 
     async def _send_output(
         self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], output: OutputPump

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import socket
 import time
@@ -24,8 +25,9 @@ from nvrx_slurm.fault_tolerance.timeouts import (
 )
 from nvrx_slurm.wire import rank_channel
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
-from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE, CheckpointEvent, RankRequest
+from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE, CheckpointEvent, RankRequest, is_layer, is_step
 from nvrx_slurm.wire.timeouts import (
+    MAX_NAME_BYTES,
     MONITORING_VARIABLE,
     HeartbeatTimeouts,
     Monitoring,
@@ -40,6 +42,23 @@ _clock = time.monotonic_ns
 
 class RankMonitorClientError(RuntimeError):
     """The client was used in a way that can't work; the message says what to do."""
+
+
+def _bad_step(call: str, step: object) -> RankMonitorClientError:
+    # The text of a number may be refused for its length.
+    shown = "a longer integer" if type(step) is int else f"{step!r:.100}"
+    return RankMonitorClientError(f"{call} got {shown} as step: an integer of 64 bits is accepted")
+
+
+def _check_step(call: str, step: object) -> int:
+    """Return ``step``, an integer of whatever library, as Python's own."""
+    try:
+        index = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise _bad_step(call, step) from None
+    if isinstance(step, bool) or not is_step(index):
+        raise _bad_step(call, step)
+    return index
 
 
 @dataclass(frozen=True)
@@ -166,14 +185,19 @@ class RankMonitorClient:
                 is counted from it.
 
         Raises:
-            RankMonitorClientError: monitoring has not begun.
+            RankMonitorClientError: monitoring has not begun, or ``step`` is no integer of 64 bits.
         """
         page = self._page
         if page is None:
             self._require_initialized("send_heartbeat")
+            if step is not None:
+                _check_step("send_heartbeat", step)
             return
         now = _clock()
-        page.beat(step, now)
+        try:
+            page.beat(step, now)
+        except (TypeError, ValueError):
+            raise _bad_step("send_heartbeat", step) from None
         self._meter.heartbeat(now)
         if not self._beaten:
             self._beaten = True
@@ -366,11 +390,19 @@ class RankMonitorClient:
         return self._page is not None and self._page.stop_requested
 
     def report_checkpoint_saved(self, step: int, layer: str = "shared") -> None:
-        """Record in the journal that the state after ``step`` is on stable storage. One rank suffices."""
+        """Record in the journal that the state after ``step`` is on stable storage. One rank suffices.
+
+        Raises:
+            RankMonitorClientError: ``step`` is no integer of 64 bits, or monitoring has not begun.
+        """
         self._report_checkpoint(CheckpointEvent.SAVED, step, layer)
 
     def report_checkpoint_loaded(self, step: int, layer: str = "shared") -> None:
-        """Record in the journal that training resumes from the state after ``step``. One rank suffices."""
+        """Record in the journal that training resumes from the state after ``step``. One rank suffices.
+
+        Raises:
+            RankMonitorClientError: ``step`` is no integer of 64 bits, or monitoring has not begun.
+        """
         self._report_checkpoint(CheckpointEvent.LOADED, step, layer)
 
     def shutdown_workload_monitoring(self) -> None:
@@ -389,7 +421,13 @@ class RankMonitorClient:
         self._initialized = False
 
     def _report_checkpoint(self, what: CheckpointEvent, step: int, layer: str) -> None:
-        self._require_initialized(f"report_checkpoint_{what.value}")
+        call = f"report_checkpoint_{what.value}"
+        self._require_initialized(call)
+        step = _check_step(call, step)
+        if not is_layer(layer):
+            raise RankMonitorClientError(
+                f"{call} got {layer!r:.100} as layer: 1 to {MAX_NAME_BYTES} bytes of text are accepted"
+            )
         self._tell(
             rank_channel.Checkpoint(rank=self._rank, cycle=self._cycle, what=what, step=step, layer=layer)
         )

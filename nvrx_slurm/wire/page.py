@@ -235,10 +235,18 @@ class HeartbeatPage:
             self._words[_FIRST_SLOT + 2 * slot] = 0
 
     def beat(self, step: int | None, now_ns: int) -> None:
+        """Note a heartbeat.
+
+        Raises:
+            TypeError: ``step`` is no integer.
+            ValueError: it does not fit 64 bits.
+        """
         words = self._words
-        words[2] += 1  # _Word.HEARTBEATS; an enum look-up would double the cost of a beat
         if step is not None:
+            if step is True or step is False:
+                raise TypeError
             words[3] = step
+        words[2] += 1  # _Word.HEARTBEATS; an enum look-up would double the cost of a beat
         words[4] = now_ns
 
     def set_section_timeout(self, slot: int, timeout: float | None) -> None:

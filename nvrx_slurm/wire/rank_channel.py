@@ -6,10 +6,11 @@ One JSON object per datagram (``SOCK_SEQPACKET`` keeps the boundaries); nothing 
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
-from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, SectionTimeouts
+from nvrx_slurm.wire.timeouts import MAX_NAME_BYTES, HeartbeatTimeouts, SectionTimeouts
 
 SOCKET_VARIABLE = "NVRX_RANK_SOCKET"
 """Environment variable with the socket's path."""
@@ -49,7 +50,39 @@ class TimeoutsChanged(Request, frozen=True):
     section: SectionTimeouts
 
 
+def is_step(value: object) -> bool:
+    """Tell whether ``value`` can be a step everywhere that steps go: an integer of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def is_layer(value: object) -> bool:
+    """Tell whether ``value`` can name a checkpoint's layer."""
+    if not isinstance(value, str) or not value.isprintable():
+        return False
+    return 0 < len(value.encode()) <= MAX_NAME_BYTES
+
+
+def is_timeout(value: float | None) -> bool:
+    """Tell whether ``value`` can be enforced; None: there is none."""
+    return value is None or (math.isfinite(value) and value > 0)
+
+
 RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | TimeoutsChanged
 
 encode_request = msgspec.json.Encoder().encode
+
+
+def is_acceptable(request: RankRequest) -> bool:
+    """Tell whether the values of a request can be passed on."""
+    match request:
+        case Checkpoint():
+            return is_step(request.step) and is_layer(request.layer)
+        case TimeoutsChanged():
+            heartbeat, section = request.heartbeat, request.section
+            values = [heartbeat.initial, heartbeat.subsequent, section.out_of_section]
+            return all(map(is_timeout, [*values, *section.section.values()]))
+        case _:
+            return True
+
+
 decode_request: msgspec.json.Decoder[RankRequest] = msgspec.json.Decoder(RankRequest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -131,4 +132,34 @@ def test_an_agent_that_is_gone_does_not_stop_the_training(
         client.send_heartbeat(step=step)
         client.report_checkpoint_saved(step)
     assert [message.partition(":")[0] for message in caplog.messages] == ["the rank monitor is gone"]
+    client.shutdown_workload_monitoring()
+
+
+@pytest.mark.parametrize(
+    "step", [2**63, -(2**63) - 1, 2**70, 10**5000, True, 1.5, math.nan, "5", b"5", [5]], ids=type
+)
+def test_a_step_that_is_no_integer_of_64_bits_is_refused(
+    environment: pytest.MonkeyPatch, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    for call in (client.send_heartbeat, client.report_checkpoint_saved, client.report_checkpoint_loaded):
+        with pytest.raises(
+            RankMonitorClientError, match=f"^{call.__name__} got .* as step: an integer of 64"
+        ):
+            call(step)
+    with pytest.raises(RankMonitorClientError, match="got None as step"):
+        client.report_checkpoint_saved(None)  # type: ignore[arg-type]
+    client.send_heartbeat(2**63 - 1)
+    client.report_checkpoint_saved(-(2**63))
+    assert caplog.messages == []
+    client.shutdown_workload_monitoring()
+
+
+@pytest.mark.parametrize("layer", ["", "x" * 65, "a\nb", "\ud800", None, 5])
+def test_a_layer_that_is_no_name_is_refused(environment: pytest.MonkeyPatch, layer: str) -> None:
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    with pytest.raises(RankMonitorClientError, match="as layer: 1 to 64 bytes"):
+        client.report_checkpoint_saved(5, layer)
     client.shutdown_workload_monitoring()
