@@ -21,6 +21,7 @@ from nvrx_slurm.agent.oom import OomWatch
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.agent.rank_socket import RankSocket
 from nvrx_slurm.agent.server_protocol import RankSpec
+from nvrx_slurm.agent.throttle import Throttle
 from nvrx_slurm.agent.workers import WorkerServerProcess
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
@@ -64,6 +65,7 @@ class NodeWorkers:
         self._environ = server_environment(environ, welcome, slots)
         self._output = output
         self._say = say
+        self._throttle = Throttle(say)
         self._py_spy = find_py_spy(environ.get("PATH"))
         self._oom = OomWatch()
         self._cycle: LocalCycle | None = None
@@ -152,6 +154,7 @@ class NodeWorkers:
             self._server.kill_everything()
             await self._cleared.wait()
         # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
+        self._throttle.flush()
         self._tell_step(cycle)
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled))
 
@@ -258,6 +261,7 @@ class NodeWorkers:
         cycle.monitors.forget(rank)
         cycle.alive.discard(rank)
         pid = cycle.monitors.pid_of(rank)
+        self._throttle.flush()
         killed = code == -signal.SIGKILL and pid is not None and not cycle.stopping
         self._say(
             msg.RankExited(
@@ -319,14 +323,16 @@ class NodeWorkers:
                         step = cycle.monitors.lowest_step()
                         self._say(msg.RanksStepping(cycle=cycle.cycle, step=step))
             case rank_channel.Checkpoint():
-                self._say(
+                self._throttle.say(
+                    request.rank,
+                    (request.what, request.layer),
                     msg.CheckpointReport(
                         cycle=cycle.cycle,
                         rank=request.rank,
                         what=request.what,
                         step=request.step,
                         layer=request.layer,
-                    )
+                    ),
                 )
             case rank_channel.TimeoutsChanged():
                 self._timeouts_changed(cycle, request)
@@ -341,7 +347,11 @@ class NodeWorkers:
         # Every rank calculates the same; the first tells the Coordinator.
         if (heartbeat, section) != cycle.told_timeouts:
             cycle.told_timeouts = (heartbeat, section)
-            self._say(msg.TimeoutsCalculated(cycle=cycle.cycle, heartbeat=heartbeat, section=section))
+            self._throttle.say(
+                request.rank,
+                msg.TimeoutsCalculated,
+                msg.TimeoutsCalculated(cycle=cycle.cycle, heartbeat=heartbeat, section=section),
+            )
 
     async def _report_progress(self) -> None:
         """Off the restart path: a step number now and then, for reports."""

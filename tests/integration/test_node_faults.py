@@ -55,3 +55,52 @@ elif cycle == 0:
     assert [fault.signal for fault in run.events(journal.FaultDetected)] == ["SIGBUS"]
     assert run.events(journal.NodeLost) == []
     assert run.nothing_is_left()
+
+
+def test_nothing_that_a_rank_sends_ends_its_agent_or_delays_another(job: Jobs) -> None:
+    run = job(
+        CLIENT
+        + """
+import socket
+
+def connect():
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.connect(os.environ["NVRX_RANK_SOCKET"])
+    return channel
+
+if cycle == 1:
+    sys.exit(0)
+if rank == 1:
+    wait_for("flooded")
+    time.sleep(0.3)
+    write("failed", time.time())
+    os._exit(3)
+saved = '{"type":"Checkpoint","rank":0,"cycle":0,"what":"saved","layer":"a","step":%s}'
+forged = connect()
+for step in (2**63, 2**64, 2**70, -2**70):
+    forged.send((saved % step).encode())
+hb = '{"type":"TimeoutsChanged","rank":0,"cycle":0,"heartbeat":{"initial":%s},"section":{}}'
+for value in ("-1", "0", "1e308"):
+    forged.send((hb % value).encode())
+for garbage in (b"x" * 60000, b"[" * 60000, bytes(range(256)), b"{}"):
+    other = connect()
+    other.send(garbage)
+    assert other.recv(1) == b"", "it is closed"
+forged.send((saved % 77).encode())
+write("flooded")
+for step in range(100_000):
+    client.report_checkpoint_saved(step)
+time.sleep(60)
+""",
+        *QUICK_STOP,
+    ).start()
+    assert run.wait() == 0
+    assert run.events(journal.NodeLost) == []
+    seen = next(r.ts for r in run.records if isinstance(r.event, journal.FaultDetected))
+    assert seen - float(run.wait_for_file("failed")) < 1.0
+    steps = [event.step for event in run.events(journal.CheckpointSaved)]
+    assert steps[0] == 77
+    assert len(steps) < 200
+    assert run.stderr.count("is no request, its connection is closed") == 4
+    assert run.stderr.count("a value is out of range") == 1
+    assert run.nothing_is_left()
