@@ -180,7 +180,7 @@ def main(
     chosen = run_dir or os.environ.get("NVRX_RUN_DIR")
     directory = RunDir(Path(chosen or job.submit_dir / "nvrx" / job.job_id).absolute())
     try:
-        held = claim_job(job.job_id)
+        held = claim_job(job.job_id, in_slurm.submitted)
         if held is not None:
             click.get_current_context().call_on_close(held.close)
         if chosen:

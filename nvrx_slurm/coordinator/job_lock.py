@@ -16,7 +16,7 @@ class JobInUseError(RuntimeError):
     """Another nvrx-srun of this user runs in the job."""
 
 
-def claim_job(job_id: str) -> socket.socket | None:
+def claim_job(job_id: str, submitted: int) -> socket.socket | None:
     """Hold the job until the returned socket is closed or this process ends.
 
     An abstract socket (unix(7)) leaves nothing behind, however the process ends. Another user who took the
@@ -25,7 +25,8 @@ def claim_job(job_id: str) -> socket.socket | None:
     Raises:
         JobInUseError: a process of this user holds it.
     """
-    name = f"\0nvrx-srun.{os.geteuid()}.{job_id}"
+    # The time of submission, for a host that serves more than one cluster.
+    name = f"\0nvrx-srun.{os.geteuid()}.{job_id}.{submitted}"
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         lock.bind(name)

@@ -28,7 +28,8 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 MARK = "TEST_JOB_MARK"
 PATIENCE_S = 30.0
-JOB_ID = "4711"
+JOB_ID = str(os.getpid())
+"""Of this test run alone: two Coordinators in one job are refused."""
 
 T = TypeVar("T")
 Event = TypeVar("Event", bound=journal.Event)

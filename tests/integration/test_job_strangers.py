@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from harness import BIN, RANK, LocalJob
+from harness import BIN, JOB_ID, RANK, LocalJob
 
 from nvrx_slurm import journal
 from nvrx_slurm.wire import messages as msg
@@ -95,8 +95,8 @@ def test_who_has_not_the_token_is_not_listened_to(running: LocalJob, token: str 
 
 def test_who_is_of_an_older_attempt_is_refused(running: LocalJob) -> None:
     token = secrets_of(running)[rpc.TOKEN_VARIABLE]
-    (refused,) = converse(running, token, [hello(running, fence="4711.0.-1")])
-    assert refused == msg.Refused(why="this is 4711.0.0 (protocol 1), not 4711.0.-1")
+    (refused,) = converse(running, token, [hello(running, fence=f"{JOB_ID}.0.-1")])
+    assert refused == msg.Refused(why=f"this is {JOB_ID}.0.0 (protocol 1), not {JOB_ID}.0.-1")
 
 
 def test_who_speaks_another_protocol_is_refused(running: LocalJob) -> None:
@@ -175,9 +175,9 @@ def test_an_agent_with_a_wrong_token_ends_and_says_so(running: LocalJob) -> None
 
 
 def test_an_agent_of_an_older_attempt_ends_and_says_so(running: LocalJob) -> None:
-    done = agent(running, NVRX_FENCE="4711.0.-1")
+    done = agent(running, NVRX_FENCE=f"{JOB_ID}.0.-1")
     assert done.returncode == 3
-    assert "this is 4711.0.0" in done.stderr
+    assert f"this is {JOB_ID}.0.0" in done.stderr
 
 
 def test_an_agent_whose_coordinator_is_gone_ends_and_says_so(running: LocalJob) -> None:
