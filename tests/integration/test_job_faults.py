@@ -627,7 +627,7 @@ def test_a_node_whose_agent_never_comes_is_replaced_by_a_spare(job: Jobs) -> Non
     assert run.events(journal.CycleStarted)[0].nodes == ["n1", "n3"]
 
 
-def test_a_private_directory_that_is_gone_is_a_fault_of_its_node(job: Jobs) -> None:
+def test_a_private_directory_that_is_gone_costs_no_more_than_its_node(job: Jobs) -> None:
     script = (
         RANK
         + """
@@ -644,6 +644,6 @@ if cycle == 0:
         path.unlink()
     on_n1.rmdir()
     run.touch("go_on")
-    assert run.wait() == 1
-    assert {fault.kind for fault in run.events(journal.FaultDetected)[1:]} == {FaultKind.START}
+    assert run.wait() == 0
+    assert len(run.events(journal.CycleStarted)) <= 3
     assert run.nothing_is_left()

@@ -219,9 +219,14 @@ wait_for("go_on")
     )
     first = job(script, *COLD, ranks=1).start()
     first.wait_for_file("ready0")
-    second = job(script, *COLD, "--run-dir", str(first.run_dir), ranks=1)
+    second = job(script, *COLD, "--run-dir", str(first.run_dir), ranks=1, SLURM_JOB_ID="1")
     assert second.run() == 2
     assert "is in use by another nvrx-srun" in second.stderr
+
+    # and one job serves one nvrx-srun: srun would wait for the nodes of the first
+    third = job(script, *COLD, ranks=1)
+    assert third.run() == 2
+    assert "another nvrx-srun runs in job" in third.stderr
     first.touch("go_on")
     assert first.wait() == 0
 
