@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from nvrx_slurm.agent import pulse
 from nvrx_slurm.agent.environment import SlotsError, resolve_slots
 from nvrx_slurm.agent.node_workers import NodeWorkers
 from nvrx_slurm.agent.output import OutputPump
@@ -68,6 +69,14 @@ class Agent:
         self._signalled = loop.create_future()
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(sig, self._on_signal, sig)
+        beating = asyncio.create_task(pulse.beat())
+        try:
+            return await self._serve()
+        finally:
+            beating.cancel()
+            await asyncio.wait({beating})
+
+    async def _serve(self) -> int:
         address = self._config.coordinator
         async with grpc.aio.insecure_channel(address, options=rpc.CLIENT_OPTIONS) as channel:
             try:

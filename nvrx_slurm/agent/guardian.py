@@ -1,7 +1,8 @@
 """The agent's parent: kills what is left when the agent ends, however it ends.
 
 The guardian does nothing but wait, so it is the last to fall over. If the agent is killed, the guardian kills
-everything below it; if the guardian is killed, the kernel sends the agent SIGTERM and it stops in good order.
+everything below it; if the agent stands still, the guardian kills it first (:mod:`nvrx_slurm.agent.pulse`);
+if the guardian is killed, the kernel sends the agent SIGTERM and it stops in good order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nvrx_slurm import linux
+from nvrx_slurm.agent.pulse import PulseWatch
 
 
 def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
@@ -26,8 +28,12 @@ def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
     """
     linux.become_subreaper()
     guardian = os.getpid()
+    # A signal that comes before it is waited for stays pending.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         linux.die_with_parent(signal.SIGTERM, guardian)
         linux.set_process_name("nvrx-agent")
         code = 1
@@ -61,9 +67,17 @@ def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
 
 
 def _wait_for(pid: int) -> int:
-    """Reap children, adopted orphans included, until ``pid`` has ended; return its shell-style exit code."""
+    """Reap children, adopted orphans included, until ``pid`` has ended; return its shell-style exit code.
+
+    Kills ``pid`` if it stands still. SIGCHLD is blocked.
+    """
+    watch = PulseWatch()
     while True:
-        reaped, status = os.waitpid(-1, 0)
-        if reaped == pid:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+        while (reaped := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            if reaped[0] == pid:
+                code = os.waitstatus_to_exitcode(reaped[1])
+                return code if code >= 0 else 128 - code
+        signal.sigtimedwait({signal.SIGCHLD}, watch.seconds_to_check())
+        if watch.has_stopped():
+            print("nvrx-guardian: the agent stands still: killed", file=sys.stderr, flush=True)
+            os.kill(pid, signal.SIGKILL)

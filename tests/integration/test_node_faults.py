@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 
 import pytest
-from harness import RANK, LocalJob
+from harness import RANK, LocalJob, is_alive, until
 
 from nvrx_slurm import journal
 
@@ -103,4 +104,45 @@ time.sleep(60)
     assert len(steps) < 200
     assert run.stderr.count("is no request, its connection is closed") == 4
     assert run.stderr.count("a value is out of range") == 1
+    assert run.nothing_is_left()
+
+
+def test_an_agent_that_is_stopped_leaves_no_rank_beside_the_next_cycle(job: Jobs) -> None:
+    run = job(
+        CLIENT
+        + """
+client.send_heartbeat(step=1)
+write(f"beaten{rank}.{cycle}")
+wait_for("end")
+""",
+        *QUICK_STOP,
+        *("--spares", "1"),
+        nodes=3,
+        ranks=1,
+    ).start()
+    run.wait_for_file("beaten1.0")
+    agent = run.named("nvrx-agent", "n2")
+    agent.suspend()
+    until("nothing is left on n2", lambda: not run.on("n2"), 13.0)
+    run.wait_for_file("beaten0.1")
+    run.touch("end")
+    assert run.wait() == 0
+    assert "the agent stands still: killed" in run.stderr
+    assert run.nothing_is_left()
+
+
+def test_a_node_that_is_suspended_and_resumed_keeps_its_agent(job: Jobs) -> None:
+    run = job(CLIENT + 'write("began")\nwait_for("end")\n', *QUICK_STOP, ranks=1).start()
+    run.wait_for_file("began")
+    processes = run.processes()
+    for process in processes:
+        process.suspend()
+    time.sleep(11)
+    for process in reversed(processes):
+        process.resume()
+    time.sleep(6)
+    assert "stands still" not in run.stderr
+    assert all(is_alive(process) for process in processes if "guardian" in process.name())
+    run.touch("end")
+    run.wait()
     assert run.nothing_is_left()
