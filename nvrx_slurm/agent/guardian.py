@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -18,14 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nvrx_slurm import linux
+from nvrx_slurm.agent.private_places import private_places, remove_places
 from nvrx_slurm.agent.pulse import PulseWatch
 
 
 def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
     """Run ``agent`` in a child; return its exit code once no process below is left.
 
-    Must be called before any thread exists. ``private_dir`` is removed at the end.
+    Must be called before any thread exists. ``private_dir``, and what the agent used instead, is removed at
+    the end.
     """
+    places = private_places(private_dir)
     linux.become_subreaper()
     guardian = os.getpid()
     # A signal that comes before it is waited for stays pending.
@@ -45,7 +47,7 @@ def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
             if os.getppid() != guardian:
                 # It was killed: nobody else clears up.
                 linux.kill_descendants()
-                shutil.rmtree(private_dir, ignore_errors=True)
+                remove_places(places)
             # Nothing of the guardian's stack may unwind in the child.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -62,7 +64,7 @@ def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     linux.kill_descendants()
-    shutil.rmtree(private_dir, ignore_errors=True)
+    remove_places(places)
     return code
 
 

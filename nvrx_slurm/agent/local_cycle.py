@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvrx_slurm.agent.deadlines import Deadline
 from nvrx_slurm.agent.monitor import RankMonitors
 from nvrx_slurm.wire.messages import StartWorkers
-from nvrx_slurm.wire.page import HeartbeatPage
+from nvrx_slurm.wire.page import AgentPage, HeartbeatPage
 from nvrx_slurm.wire.stacks import stacks_path
 
 
@@ -38,9 +39,16 @@ class LocalCycle:
         self.told_timeouts = (start.monitoring.heartbeat, start.monitoring.section)
         """What the Coordinator has been told last."""
         self.page_paths = {rank: private_dir / f"cycle{start.cycle}-rank{rank}.page" for rank in self.ranks}
-        self.pages = {rank: HeartbeatPage.create(path) for rank, path in self.page_paths.items()}
-        for page in self.pages.values():
-            page.set_timeouts(start.monitoring.heartbeat, start.monitoring.section)
+        self.pages: dict[int, AgentPage] = {}
+        try:
+            for rank, path in self.page_paths.items():
+                self.pages[rank] = HeartbeatPage.create(path)
+                self.pages[rank].set_timeouts(start.monitoring.heartbeat, start.monitoring.section)
+        except OSError:
+            for page in self.pages.values():
+                page.close()
+            self._remove()
+            raise
         self.monitors = RankMonitors(self.pages, start.monitoring, on_stalled)
 
     def new_step(self) -> int | None:
@@ -54,6 +62,10 @@ class LocalCycle:
     def close(self) -> None:
         """Close and remove the pages."""
         self.monitors.close()
+        self._remove()
+
+    def _remove(self) -> None:
         for path in self.page_paths.values():
-            path.unlink(missing_ok=True)
-            stacks_path(path).unlink(missing_ok=True)
+            for each in (path, stacks_path(path)):
+                with contextlib.suppress(OSError):
+                    each.unlink()

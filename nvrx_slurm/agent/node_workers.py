@@ -19,6 +19,7 @@ from nvrx_slurm.agent.evidence import examine, find_py_spy
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.oom import OomWatch
 from nvrx_slurm.agent.output import OutputPump
+from nvrx_slurm.agent.private_places import make_private, private_places
 from nvrx_slurm.agent.rank_socket import RankSocket
 from nvrx_slurm.agent.server_protocol import RankSpec
 from nvrx_slurm.agent.throttle import Throttle
@@ -53,15 +54,15 @@ class NodeWorkers:
         output: OutputPump,
         say: Callable[[msg.AgentMessage], None],
     ) -> None:
-        """Start the worker server and listen for the ranks. Needs a running event loop.
+        """Start the worker server. Needs a running event loop.
 
         Raises:
-            OSError: the private directory is full or gone, or no process can be started.
+            OSError: no process can be started.
         """
         linux.become_subreaper()
         self._welcome = welcome
         self._slots = slots
-        self._private_dir = private_dir
+        self._places = private_places(private_dir)
         self._environ = server_environment(environ, welcome, slots)
         self._output = output
         self._say = say
@@ -73,8 +74,7 @@ class NodeWorkers:
         self._cleared = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._recovering: asyncio.Task[None] | None = None
-        self._socket_path = private_dir / "ranks.sock"
-        self._socket = RankSocket(self._socket_path, self._on_rank_request)
+        self._socket: RankSocket | None = None
         self._server = self._new_server()
         self._launched_by: WorkerServerProcess | None = None
         """The worker server that has the running cycle's ranks."""
@@ -91,14 +91,38 @@ class NodeWorkers:
             self._cycle.close()
             self._cycle = None
         try:
-            cycle = LocalCycle(start, self._slots, self._private_dir, self._on_stalled)
+            cycle, socket = self._prepare(start)
             self._cycle = cycle
             self._all_exited.clear()
-            self._launch(cycle)
+            self._launch(cycle, socket)
         except OSError as error:
             self._start_failed(start.cycle, str(error))
 
-    def _launch(self, cycle: LocalCycle) -> None:
+    def _prepare(self, start: msg.StartWorkers) -> tuple[LocalCycle, Path]:
+        """Make pages and, if it is gone, the socket in the first place that has room.
+
+        Raises:
+            OSError: none has.
+        """
+        refusals = []
+        for place in self._places:
+            try:
+                make_private(place)
+                socket = self._listen(place / "ranks.sock")
+                return LocalCycle(start, self._slots, place, self._on_stalled), socket
+            except OSError as error:
+                refusals.append(str(error))
+        raise OSError("no place for heartbeat pages: " + "; ".join(refusals))
+
+    def _listen(self, path: Path) -> Path:
+        if self._socket is None or self._socket.path != path or not self._socket.is_there:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+            self._socket = RankSocket(path, self._on_rank_request)
+        return path
+
+    def _launch(self, cycle: LocalCycle, socket: Path) -> None:
         specs: list[RankSpec] = []
         writers: list[int] = []
         try:
@@ -106,7 +130,7 @@ class NodeWorkers:
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 writers.append(writer)
                 self._output.add(reader, cycle.cycle, rank)
-                env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], self._socket_path)
+                env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], socket)
                 specs.append(RankSpec(rank, env))
             self._launched_by = self._server
             self._server.start_ranks(self._welcome.program, specs, writers, warm=self._welcome.warm_start)
@@ -222,7 +246,8 @@ class NodeWorkers:
         self._server.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._server.wait(), _KILL_TIMEOUT_S)
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         self._oom.close()
         if self._cycle is not None:
             self._cycle.close()

@@ -29,6 +29,7 @@ class RankSocket:
     """
 
     def __init__(self, path: Path, on_request: Callable[[RankRequest], None]) -> None:
+        self.path = path
         self._on_request = on_request
         self._loop = asyncio.get_running_loop()
         self._connections: set[socket.socket] = set()
@@ -37,10 +38,24 @@ class RankSocket:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         # The directory is 0700 already; the mode of the socket itself is the second lock.
-        self._listener.bind(str(path))
-        os.chmod(path, 0o600)
-        self._listener.listen(1024)
+        try:
+            path.unlink(missing_ok=True)
+            self._listener.bind(str(path))
+            os.chmod(path, 0o600)
+            self._listener.listen(1024)
+            self._inode = path.lstat().st_ino
+        except OSError as error:
+            self._listener.close()
+            raise OSError(error.errno or 0, error.strerror or str(error), str(path)) from error
         self._loop.add_reader(self._listener, self._accept)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether ranks find it at its path."""
+        try:
+            return self.path.lstat().st_ino == self._inode
+        except OSError:
+            return False
 
     def _accept(self) -> None:
         try:

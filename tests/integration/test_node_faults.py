@@ -146,3 +146,30 @@ def test_a_node_that_is_suspended_and_resumed_keeps_its_agent(job: Jobs) -> None
     run.touch("end")
     run.wait()
     assert run.nothing_is_left()
+
+
+@pytest.mark.parametrize("then", ["", "touch"])
+def test_a_private_directory_that_is_cleared_or_blocked_costs_one_cycle(job: Jobs, then: str) -> None:
+    run = job(
+        CLIENT
+        + f"""
+import shutil
+
+client.send_heartbeat(step=1)
+if cycle == 0:
+    folder = os.path.dirname(page)
+    shutil.rmtree(folder)
+    if {then == "touch"}:
+        open(folder, "x").close()
+    sys.exit(3)
+write("second", page)
+""",
+        *QUICK_STOP,
+        ranks=1,
+    )
+    (run.root / "tmp").mkdir()
+    run.environment_of_agents(TMPDIR=str(run.root / "tmp"))
+    assert run.run() == 0
+    assert str(run.root / ("tmp" if then else "local")) in run.wait_for_file("second")
+    assert run.events(journal.NodeLost) == []
+    assert list((run.root / "tmp").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -110,3 +111,13 @@ def test_a_shortened_page_is_no_new_sign_and_kills_nobody(path: Path) -> None:
     assert agent.read(1) == before
     path.unlink()
     assert agent.read(1) == before
+
+
+def test_a_full_place_is_named_and_nothing_is_left_in_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(page.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        HeartbeatPage.create(path)
+    assert not path.exists()

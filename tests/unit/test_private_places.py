@@ -1,0 +1,43 @@
+"""Where the agent keeps what its ranks need."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from nvrx_slurm.agent.private_places import make_private, private_places, remove_places
+
+
+def test_a_place_that_is_gone_is_made_again_for_its_owner_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_private(tmp_path / "mine")
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+
+def test_what_others_can_reach_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir(mode=0o750)
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "file").touch(0o600)
+    for name in ("open", "link", "file"):
+        with pytest.raises(PermissionError, match=f"{name} is no directory of uid"):
+            make_private(tmp_path / name)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="own is no directory of uid"):
+        make_private(tmp_path / "own")
+    remove_places([tmp_path / "own"])
+    assert (tmp_path / "own").exists(), "not one's own"
+
+
+def test_the_second_place_is_in_the_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert private_places(Path("/dev/shm/a")) == [Path("/dev/shm/a"), tmp_path / "a"]
+    assert private_places(tmp_path / "a") == [tmp_path / "a"]
+    make_private(tmp_path / "a")
+    remove_places(private_places(Path("/nowhere/a")))
+    assert list(tmp_path.iterdir()) == []
