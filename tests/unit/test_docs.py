@@ -19,6 +19,8 @@ from nvrx_slurm.doctor.lint import lint
 
 CLONE = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [CLONE / "README.md", *sorted((CLONE / "docs").glob("*.md"))]
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
+_SHELL = ("sh", "bash", "console")
 _COMMAND = re.compile(r"nvrx-(srun|report|devcluster|doctor|quickstart)\b[^`\n|…)]*")
 
 
@@ -27,7 +29,7 @@ def _shown() -> list[tuple[str, str]]:
     found = []
     for document in DOCUMENTS:
         text = document.read_text()
-        blocks = re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.S)
+        blocks = [block for language, block in _FENCED.findall(text) if language in _SHELL]
         lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
         lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
         for line in lines:
@@ -59,8 +61,10 @@ def test_every_option_that_a_document_shows_exists(document: str, line: str) -> 
 
 
 def _blocks(language: str, begins: str) -> list[str]:
-    found = (re.findall(rf"```(?:{language})?\n(.*?)```", path.read_text(), re.S) for path in DOCUMENTS)
-    return [block for blocks in found for block in blocks if block.startswith(begins)]
+    fenced = [pair for path in DOCUMENTS for pair in _FENCED.findall(path.read_text())]
+    return [
+        block for said, block in fenced if said in ("", *language.split("|")) and block.startswith(begins)
+    ]
 
 
 def test_the_doctor_has_nothing_to_say_about_a_batch_script_in_a_document() -> None:
