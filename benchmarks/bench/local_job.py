@@ -52,6 +52,7 @@ def main(run_dir: str, nodes: str, slots: str, script: str, *options: str) -> in
     spec = JobSpec(
         job_id="1",
         restart_count=0,
+        submitted=0,
         host="localhost",
         address="127.0.0.1",
         policy=Policy(

@@ -27,6 +27,7 @@ def main(run_dir: Path, nodes: int, spares: int, slots: int) -> int:
     spec = JobSpec(
         job_id="1",
         restart_count=0,
+        submitted=0,
         host="localhost",
         address="127.0.0.1",
         policy=Policy(nodes=names, active_nodes=nodes, max_restarts=100),
