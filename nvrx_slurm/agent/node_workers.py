@@ -76,6 +76,8 @@ class NodeWorkers:
         self._recovering: asyncio.Task[None] | None = None
         self._socket: RankSocket | None = None
         self._server = self._new_server()
+        self._waits_for_server: tuple[LocalCycle, Path] | None = None
+        """What to launch when there is a worker server again."""
         self._launched_by: WorkerServerProcess | None = None
         """The worker server that has the running cycle's ranks."""
         self._progress = asyncio.create_task(self._report_progress())
@@ -92,11 +94,16 @@ class NodeWorkers:
             self._cycle = None
         try:
             cycle, socket = self._prepare(start)
-            self._cycle = cycle
-            self._all_exited.clear()
-            self._launch(cycle, socket)
         except OSError as error:
             self._start_failed(start.cycle, str(error))
+            return
+        self._cycle = cycle
+        self._all_exited.clear()
+        self._launched_by = None
+        if self._recovering is None:
+            self._launch(cycle, socket)
+        else:
+            self._waits_for_server = cycle, socket
 
     def _prepare(self, start: msg.StartWorkers) -> tuple[LocalCycle, Path]:
         """Make pages and, if it is gone, the socket in the first place that has room.
@@ -133,7 +140,11 @@ class NodeWorkers:
                 env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], socket)
                 specs.append(RankSpec(rank, env))
             self._launched_by = self._server
-            self._server.start_ranks(self._welcome.program, specs, writers, warm=self._welcome.warm_start)
+            # A server that has just died is told of by its last reply.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._server.start_ranks(self._welcome.program, specs, writers, warm=self._welcome.warm_start)
+        except OSError as error:
+            self._start_failed(cycle.cycle, str(error))
         finally:
             for writer in writers:
                 os.close(writer)
@@ -304,7 +315,7 @@ class NodeWorkers:
     async def _recover(self) -> None:
         """The worker server was killed, and its ranks with it (PR_SET_PDEATHSIG): make a new one."""
         await asyncio.get_running_loop().run_in_executor(None, linux.kill_descendants)
-        if self._cycle is not None:
+        if self._cycle is not None and self._launched_by is self._server:
             for rank in sorted(self._cycle.alive):
                 self._rank_exited(self._cycle, rank, -signal.SIGKILL, "the node's worker server was killed")
         # One that dies at once, for whatever reason, would do so again and again.
@@ -312,6 +323,9 @@ class NodeWorkers:
         self._server = self._new_server()
         self._recovering = None
         self._cleared.set()
+        waits, self._waits_for_server = self._waits_for_server, None
+        if waits is not None and waits[0] is self._cycle and not waits[0].stopping:
+            self._launch(*waits)
 
     # --- what ranks report ---------------------------------------------------------------------------
 
