@@ -74,6 +74,13 @@ def test_a_restart_does_not_wait_for_nodes_that_it_can_do_without() -> None:
     assert job.started == [("n1", "n3")] * 2
 
 
+def test_a_restart_waits_for_nodes_that_it_needs_and_may_still_come() -> None:
+    job = Job(active=2, spares=1).join("n1", "n3").fire(Timer.FORM_GRACE).lose("n3").stopped("n1")
+    assert job.phase is Phase.FORMING
+    assert job.timers == {Timer.JOIN: job.policy.join_timeout_s}
+    assert job.join("n2").started[-1] == ("n1", "n2")
+
+
 def test_too_few_nodes_by_the_join_time_out_end_the_job_with_75() -> None:
     job = Job(active=2).join("n1").fire(Timer.JOIN)
     assert job.end.code == 75
@@ -120,6 +127,11 @@ def test_a_node_with_other_slots_than_the_first_is_excluded(slots: int) -> None:
     assert job.new(steps.Disconnect) == [steps.Disconnect("n2", excluded.reason)]
     assert job.join("n3").started == [("n1", "n3")]
     assert job.join("n2").last == [steps.Disconnect("n2", excluded.reason)], "for good"
+
+
+def test_a_first_node_without_slots_does_not_set_the_measure() -> None:
+    job = Job(active=2, spares=1).join("n1", slots=0).join("n2", "n3")
+    assert job.started == [("n2", "n3")]
 
 
 def test_options_that_a_node_cannot_satisfy_end_the_job_at_once_and_accuse_no_node() -> None:
@@ -279,6 +291,23 @@ def test_what_breaks_while_ranks_are_stopped_is_journalled_and_changes_nothing()
     assert job.verdict.rank == 3
 
 
+def test_the_same_fault_seen_twice_is_journalled_once() -> None:
+    job = running()
+    for _ in range(2):
+        job.feed(steps.StartFailed("n2", 0, "no space left on device"))
+        job.feed(steps.StoreLost("n1", "its process ended with -9"))
+    assert [fault.detector for fault in job.faults] == ["start", "store"]
+
+
+def test_a_cycle_that_is_being_stopped_does_not_become_ready() -> None:
+    job = running().exit(0, 1)
+    for node in ("n1", "n2"):
+        job.feed(steps.NodeReady(node, 0))
+        job.feed(steps.NodeStepping(node, 0, 3))
+    assert job.written(journal.RankReady) == []
+    assert job.written(journal.FirstStep) == []
+
+
 def test_the_verdict_names_the_cause_even_if_a_consequence_was_seen_first() -> None:
     job = running().exit(0, 1).exit(3, -9).stopped("n1", "n2")
     assert (job.verdict.rank, job.verdict.rule) == (3, "killed-by-signal")
@@ -424,6 +453,14 @@ def test_if_slurm_does_not_end_the_job_it_wants_other_nodes(state: str | None) -
     job = running().lose("n2", by_signal=True).stopped("n1")
     job.feed(steps.SlurmAnswered(state))
     assert job.end.code == 75
+
+
+def test_a_rank_that_was_terminated_is_told_of_when_slurm_does_not_end_the_job() -> None:
+    job = running().exit(3, -signal.SIGTERM).lose("n2", by_signal=True).stopped("n1")
+    assert job.faults == []
+    job.feed(steps.SlurmAnswered("RUNNING"))
+    assert (3, "SIGTERM") in [(fault.rank, fault.signal) for fault in job.faults]
+    assert job.verdict.action is VerdictAction.STOP
 
 
 def test_slurm_that_does_not_answer_is_not_waited_for() -> None:

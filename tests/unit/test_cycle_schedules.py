@@ -6,6 +6,8 @@ after it. A failing schedule is printed as values that can be pasted into an ``@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from cycle_world import MOVES, Move, Setting, World
 from hypothesis import given, settings
@@ -37,3 +39,34 @@ def test_no_schedule_breaks_a_promise(setting: Setting, schedule: list[Move]) ->
     for move in schedule:
         world.play(move)
     world.play_to_the_end()
+
+
+def random_schedule(seed: int) -> tuple[Setting, list[Move]]:
+    rng = random.Random(seed)
+    active, spares = rng.randint(1, 3), rng.randint(0, 2)
+    begins = Setting(
+        active=active,
+        spares=spares,
+        slots=rng.randint(1, 2),
+        max_restarts=rng.choice([0, 1, 3, 10]),
+        first_cycle=rng.choice([0, 7]),
+        here=rng.choice([active + spares, active + spares, active, 0]),
+    )
+    return begins, [
+        Move(rng.choice(weighted), rng.randint(0, 11), rng.randint(0, 11)) for _ in range(rng.randint(5, 120))
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("thousand", range(8))
+def test_nor_does_any_of_thousands_of_long_ones(thousand: int) -> None:
+    """Long schedules reach what short ones do not. The seed of a failing one is told: it makes it again."""
+    for seed in range(1000 * thousand, 1000 * thousand + 1000):
+        begins, schedule = random_schedule(seed)
+        world = World(begins)
+        try:
+            for move in schedule:
+                world.play(move)
+            world.play_to_the_end()
+        except Exception as error:
+            raise AssertionError(f"random_schedule({seed}) breaks it after {world.past[-3:]}") from error
