@@ -325,6 +325,8 @@ class JobRunner:
         self._feed(steps.StoreLost(self._spec.host, why))
 
     def _feed(self, event: steps.Event) -> None:
+        if self._ended is not None and self._ended.done():
+            return
         try:
             self._carry_out(self._machine.handle(event, time.monotonic()))
         except Exception as error:

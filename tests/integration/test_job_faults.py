@@ -591,6 +591,24 @@ def test_a_store_that_cannot_come_up_fails_the_job_with_its_words(job: Jobs) -> 
     assert run.nothing_is_left()
 
 
+def test_an_error_in_the_coordinator_itself_ends_the_job_and_is_told(job: Jobs) -> None:
+    """Logged by the event loop and forgotten, it would leave a job that waits for ever."""
+    run = job(RANK, *COLD, ranks=1)
+    (run.root / "site").mkdir()
+    (run.root / "site" / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any(word.endswith('nvrx-srun') for word in sys.orig_argv):\n"
+        "    from nvrx_slurm.coordinator.running_cycle import RunningCycle\n"
+        "    RunningCycle.is_alive = lambda *_: 1 / 0\n"
+    )
+    run.environment_of_coordinator(PYTHONPATH=f"{run.root}/site:{run.stub_torch}")
+    assert run.run() == 1
+    (ended,) = run.events(journal.JobEnded)
+    assert ended.why.startswith("an error in nvrx-srun itself: ZeroDivisionError")
+    assert "Traceback" in run.stderr
+    assert run.nothing_is_left()
+
+
 def test_what_torch_prints_on_import_is_not_taken_for_a_port(job: Jobs) -> None:
     run = job(RANK + "write('port', os.environ['MASTER_PORT'])", *COLD, ranks=1)
     chatty = run.root / "chatty" / "torch"
