@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from harness import BIN, RANK, LocalJob
@@ -289,3 +290,43 @@ def test_a_preloaded_module_with_threads_makes_ranks_start_afresh(job: Jobs) -> 
     (started,) = run.events(journal.WorkersStarted)
     assert (started.warm, started.why_cold) == (False, "the preloaded modules left 1 threads running")
     assert run.log("rank_0") == "fine\n"
+
+
+@pytest.mark.parametrize("warm", ["on", "off"])
+def test_a_module_runs_as_with_python_m(job: Jobs, warm: str) -> None:
+    options = ("--warm-start", warm, "--max-restarts", "0", "--module")
+    run = job("", *options, ranks=1, arguments=["--flag", "x"])
+    package = run.root / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "other.py").write_text("name = 'other'")
+    (package / "train.py").write_text(
+        "import sys\nfrom .other import name\n"
+        "print(name, __name__, __package__, __spec__.name, __file__, sys.argv, sys.path[0])\n"
+        "raise ValueError('wrong')\n"
+    )
+    run.replace_script(Path("package.train"))
+    assert run.run() == 1
+    fresh = subprocess.run(
+        [sys.executable, "-u", "-m", "package.train", "--flag", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=run.root,
+        check=False,
+        timeout=30,
+    )
+    said, expected = run.log("rank_0").splitlines(), fresh.stdout.splitlines()
+    assert said[0] == expected[0]
+    assert said[-3:] == expected[-3:]
+    assert "nvrx_slurm" not in run.log("rank_0")
+
+
+def test_a_program_of_any_kind_can_be_a_rank(job: Jobs) -> None:
+    script = "echo rank $RANK of $WORLD_SIZE; exit $RANK"
+    run = job("", "--max-restarts", "0", "--no-python", ranks=2, arguments=["-c", script])
+    run.replace_script(Path("/bin/sh"))
+    assert run.run() == 1
+    assert run.log("rank_1") == "rank 1 of 2\n"
+    (started, *_) = run.events(journal.WorkersStarted)
+    assert (started.warm, started.why_cold) == (False, "it is not a Python program")
