@@ -14,6 +14,7 @@ from nvrx_slurm.wire import rpc
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 30.0
+_FAREWELL_S = 2.0
 _BROKEN = "its connection broke: the agent, the node or its network is gone"
 
 # grpc.aio.ServicerContext, whose type parameters are generated messages; ours are not generated.
@@ -154,6 +155,9 @@ class AgentServer:
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                # It was turned away. A write of its own into an ended stream would keep it from reading why.
+                await asyncio.wait(tasks[:1], timeout=_FAREWELL_S)
         finally:
             for task in tasks:
                 task.cancel()
