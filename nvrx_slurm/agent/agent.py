@@ -30,6 +30,7 @@ EXIT_EXCLUDED = 3
 
 _CONNECT_TIMEOUT_S = 60.0
 _LAST_OUTPUT_TIMEOUT_S = 10.0
+_HANG_UP_TIMEOUT_S = 3.0
 
 # grpc.aio's calls; their type parameters are of no use with our own codecs.
 _Control = Any
@@ -57,6 +58,9 @@ class Agent:
         self._config = config
         self._outbox: asyncio.Queue[msg.AgentMessage | None] = asyncio.Queue()
         self._signalled: asyncio.Future[signal.Signals] | None = None
+        self._reading: asyncio.Task[int] | None = None
+        self._closing = False
+        """Nothing that the Coordinator says counts any more."""
 
     async def run(self) -> int:
         """Serve, and leave no process behind.
@@ -113,7 +117,7 @@ class Agent:
         except SlotsError as error:
             _log.error("%s", error)
             await control.write(msg.Leaving(why=str(error), by_signal=False))
-            await control.done_writing()
+            await self._hang_up(control)
             return EXIT_USAGE
         output = OutputPump(self._config.node)
         sending = asyncio.create_task(self._send_output(channel, metadata, output))
@@ -124,8 +128,7 @@ class Agent:
             # The last lines of every rank, and whatever is in the outbox, before the connection goes.
             await asyncio.wait({sending}, timeout=_LAST_OUTPUT_TIMEOUT_S)
             sending.cancel()
-            with contextlib.suppress(*_STREAM_BROKEN):
-                await control.done_writing()
+            await self._hang_up(control)
 
     async def _work(self, control: _Control, welcome: msg.Welcome, slots: int, output: OutputPump) -> int:
         assert self._signalled is not None
@@ -134,7 +137,7 @@ class Agent:
             welcome, slots, self._config.private_dir, self._config.environ, output, self._outbox.put_nowait
         )
         self._outbox.put_nowait(msg.Joined(slots=slots))
-        reading = asyncio.create_task(self._read(control, workers))
+        self._reading = reading = asyncio.create_task(self._read(control, workers))
         try:
             waited: set[asyncio.Future[Any]] = {reading, writing, self._signalled}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -147,11 +150,25 @@ class Agent:
                 return 128 + received
             return await reading if reading.done() else EXIT_COORDINATOR_GONE
         finally:
+            self._closing = True
             await workers.close()
             self._outbox.put_nowait(None)
             await asyncio.wait({writing}, timeout=1.0)
-            for task in (reading, writing):
-                task.cancel()
+            writing.cancel()
+
+    async def _hang_up(self, control: _Control) -> None:
+        """End our side and hear the other's end: a connection that goes at once takes our last words with it.
+
+        A read that is cancelled would cancel the whole call.
+        """
+        reading = self._reading
+        if reading is None or reading.done():
+            reading = asyncio.create_task(_hear_out(control))
+        with contextlib.suppress(*_STREAM_BROKEN):
+            await control.done_writing()
+        await asyncio.wait({reading}, timeout=_HANG_UP_TIMEOUT_S)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
     def _on_signal(self, sig: signal.Signals) -> None:
         if self._signalled is not None and not self._signalled.done():
@@ -160,6 +177,8 @@ class Agent:
     async def _read(self, control: _Control, workers: NodeWorkers) -> int:
         while (message := await control.read()) is not grpc.aio.EOF:
             match message:
+                case _ if self._closing:
+                    pass
                 case msg.StartWorkers():
                     workers.start(message)
                 case msg.StopWorkers():
@@ -175,7 +194,8 @@ class Agent:
                     return EXIT_OK
                 case _:
                     _log.error("unexpected message %r", message)
-        _log.error("the Coordinator has closed the stream")
+        if not self._closing:
+            _log.error("the Coordinator has closed the stream")
         return EXIT_COORDINATOR_GONE
 
     async def _write(self, control: _Control) -> None:
@@ -200,3 +220,10 @@ class Agent:
                 await call.write(message)
             await call.done_writing()
             await call
+
+
+async def _hear_out(control: _Control) -> int:
+    with contextlib.suppress(*_STREAM_BROKEN):
+        while await control.read() is not grpc.aio.EOF:
+            pass
+    return EXIT_COORDINATOR_GONE

@@ -470,6 +470,21 @@ if cycle == 0:
     assert run.nothing_is_left()
 
 
+def test_what_an_agent_says_last_is_heard_however_soon_it_goes(job: Jobs) -> None:
+    script = RANK + """
+write(f"ready{rank}")
+wait_for("go_on")
+"""
+    run = job(script, *COLD, "--spares", "3", nodes=4, ranks=1).start()
+    run.wait_for_file("ready0")
+    for node in ("n2", "n3", "n4"):
+        run.named("nvrx-agent", node).send_signal(signal.SIGTERM)
+    run.wait_for(journal.NodeLost, 3)
+    assert {lost.why for lost in run.events(journal.NodeLost)} == {"the agent received SIGTERM"}
+    run.touch("go_on")
+    assert run.wait() == 0
+
+
 def test_a_worker_server_that_dies_at_once_is_not_started_over_and_over(job: Jobs) -> None:
     run = job(WAITS, *COLD, "--max-restarts", "1", ranks=1)
     (run.root / "site").mkdir()
