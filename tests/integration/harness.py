@@ -7,6 +7,7 @@ process of a job carries a mark in its environment, so that what is left of it c
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from typing import TypeVar
 
 import psutil
 
-from nvrx_slurm import journal
+from nvrx_slurm import journal, linux
 from nvrx_slurm.journal import Record, read_journal
 
 HERE = Path(__file__).parent
@@ -131,6 +132,8 @@ class LocalJob:
                 stdout=subprocess.PIPE if "stdout" in self.closed else out,
                 stderr=subprocess.PIPE if "stderr" in self.closed else err,
                 start_new_session=True,
+                # Not even a test run that is killed leaves a job behind.
+                preexec_fn=functools.partial(linux.die_with_parent, signal.SIGTERM, os.getpid()),
             )
         for stream in (self._coordinator.stdout, self._coordinator.stderr):
             if stream is not None:
