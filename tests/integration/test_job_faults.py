@@ -471,10 +471,13 @@ if cycle == 0:
 
 
 def test_what_an_agent_says_last_is_heard_however_soon_it_goes(job: Jobs) -> None:
-    script = RANK + """
+    script = (
+        RANK
+        + """
 write(f"ready{rank}")
 wait_for("go_on")
 """
+    )
     run = job(script, *COLD, "--spares", "3", nodes=4, ranks=1).start()
     run.wait_for_file("ready0")
     for node in ("n2", "n3", "n4"):
