@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from nvrx_slurm.coordinator.run_dir import RunDir
-from nvrx_slurm.journal import CycleStarted, JobStarted, read_journal
+from nvrx_slurm.journal import CycleStarted, JobStarted, iterate_journal
 
 
 def preferred_order(nodes: Sequence[str], batch_host: str | None, spares: int) -> tuple[str, ...]:
@@ -27,11 +28,12 @@ def first_cycle(run_dir: RunDir) -> int:
     Raises:
         JournalVersionError: the journal was written by a newer version.
     """
-    try:
-        records = read_journal(run_dir.journal)
-    except FileNotFoundError:
-        return 0
-    return max((record.cycle + 1 for record in records if isinstance(record.event, CycleStarted)), default=0)
+    first = 0
+    with contextlib.suppress(FileNotFoundError):
+        for record in iterate_journal(run_dir.journal):
+            if isinstance(record.event, CycleStarted):
+                first = max(first, record.cycle + 1)
+    return first
 
 
 def _belongs_to_another_job(run_dir: RunDir, job_id: str, restart_count: int, submitted: int) -> bool:
@@ -44,16 +46,12 @@ def _belongs_to_another_job(run_dir: RunDir, job_id: str, restart_count: int, su
     """
     if restart_count > 0 or not submitted:
         return False
-    try:
-        records = read_journal(run_dir.journal)
-    except FileNotFoundError:
-        return False
-    starts = [r for r in records if r.job == job_id and isinstance(r.event, JobStarted)]
-    if not starts:
-        return False
-    last = starts[-1]
-    assert isinstance(last.event, JobStarted)
-    return last.attempt > 0 or (last.event.submitted != 0 and last.event.submitted != submitted)
+    other = False
+    with contextlib.suppress(FileNotFoundError):
+        for record in iterate_journal(run_dir.journal):
+            if record.job == job_id and isinstance(record.event, JobStarted):
+                other = record.attempt > 0 or record.event.submitted not in (0, submitted)
+    return other
 
 
 def claim_own(run_dir: RunDir, job_id: str, restart_count: int, submitted: int) -> tuple[int, Path | None]:

@@ -31,6 +31,7 @@ from nvrx_slurm.journal.reader import (
     JournalFollower,
     JournalVersionError,
     decode_line,
+    iterate_journal,
     read_journal,
 )
 from nvrx_slurm.journal.writer import JournalWriter
@@ -65,5 +66,6 @@ __all__ = [
     "WorkersStarted",
     "WorkersStopped",
     "decode_line",
+    "iterate_journal",
     "read_journal",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -18,12 +19,17 @@ class JournalVersionError(JournalError):
     """The journal was written by a newer version of this package."""
 
 
+# What a damaged line may hold and no clock or counter ever shows: readers then need not guard every sum.
+_Time = Annotated[float, msgspec.Meta(ge=0, lt=2**37)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
 class _Envelope(msgspec.Struct, frozen=True):
     v: int
-    ts: float
+    ts: _Time
     job: str
-    attempt: int
-    cycle: int
+    attempt: _Count
+    cycle: _Count
     event: str
 
 
@@ -96,11 +102,16 @@ class JournalFollower:
                     yield record
 
 
-def read_journal(path: Path) -> list[Record]:
-    """Return every record of a journal.
+def iterate_journal(path: Path) -> Iterator[Record]:
+    """Yield every record of a journal, which need not fit into memory.
 
     Raises:
         OSError: the file cannot be read.
         JournalVersionError: the journal was written by a newer version.
     """
-    return list(JournalFollower(path).read())
+    return JournalFollower(path).read()
+
+
+def read_journal(path: Path) -> list[Record]:
+    """Return every record of a journal; raises as :func:`iterate_journal` does."""
+    return list(iterate_journal(path))
