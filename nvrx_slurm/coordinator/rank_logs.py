@@ -32,6 +32,7 @@ class RankLogs:
         self._partial: dict[tuple[int, int], bytes] = {}
         self._waiting: list[tuple[float, int, int, bytes]] = []
         self._sequence = 0
+        self._newest_cycle = 0
 
     def write(self, node: str, message: LogMessage, now: float) -> None:
         """Take one message of ``node``; ``now`` in Unix seconds. Its lines are merged by :meth:`flush`.
@@ -41,11 +42,15 @@ class RankLogs:
         """
         match message:
             case LogChunk() if message.cycle >= 0 and message.rank >= 0:
+                if message.cycle > self._newest_cycle:
+                    self._close(self._run_dir.merged_log(self._newest_cycle))
+                    self._newest_cycle = message.cycle
                 try:
                     self._append(self._run_dir.rank_log(message.cycle, message.rank), message.data)
                 finally:
                     self._split(node, message, now)
             case LogEnd():
+                self._close(self._run_dir.rank_log(message.cycle, message.rank))
                 rest = self._partial.pop((message.cycle, message.rank), b"")
                 if rest:
                     self._line(node, message.cycle, message.rank, now, rest)
@@ -73,6 +78,8 @@ class RankLogs:
                 self._append(self._run_dir.merged_log(cycle), b"".join(lines))
             except OSError as error:
                 failed = error
+            if cycle < self._newest_cycle:
+                self._close(self._run_dir.merged_log(cycle))
         if failed is not None:
             raise failed
 
@@ -122,6 +129,12 @@ class RankLogs:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
+
+    def _close(self, path: Path) -> None:
+        """Close a file that is complete; more for it would open it again."""
+        fd = self._open.pop(path, None)
+        if fd is not None:
+            os.close(fd)
 
 
 def last_lines(path: Path, count: int) -> list[str]:

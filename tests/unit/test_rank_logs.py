@@ -156,6 +156,24 @@ def test_more_ranks_than_files_may_be_open(logs: Logs, monkeypatch: pytest.Monke
     assert all(logs.raw(rank) == b"0\n1\n2\n" for rank in range(8))
 
 
+def test_cycles_that_are_over_hold_no_file_open(logs: Logs) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for cycle in range(20):
+        for rank in range(4):
+            logs.say(rank, b"line\nno end", cycle=cycle)
+            logs.end(rank, cycle=cycle)
+        logs.logs.flush(NOW + 100.0)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1
+        if cycle:
+            logs.say(0, b"late\n", cycle=cycle - 1)
+            logs.end(0, cycle=cycle - 1)
+    logs.logs.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert sorted(logs.merged(3)) == sorted(
+        [f"n1 rank {rank}: {text}" for rank in range(4) for text in ("line", "no end")] + ["n1 rank 0: late"]
+    )
+
+
 def test_a_link_in_a_files_place_is_not_followed(logs: Logs, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.touch()
