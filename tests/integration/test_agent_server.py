@@ -232,6 +232,22 @@ def test_who_does_not_go_is_not_waited_for_longer_than_asked() -> None:
     on_stage(play)
 
 
+def test_who_connects_and_says_nothing_is_cut_off_and_agents_are_not() -> None:
+    async def play(stage: Stage) -> None:
+        agent = await stage.agent("n1").join()
+        assert await stage.heard.next() == ("joined", "n1", 2)
+        strangers = [await asyncio.open_connection("127.0.0.1", stage.port) for _ in range(20)]
+        patience_s = rpc.STRANGER_SILENCE_MS / 1000 + PATIENCE_S
+        # Each is read to the end of its stream.
+        await asyncio.gather(*(asyncio.wait_for(reader.read(), patience_s) for reader, _ in strangers))
+        for _, writer in strangers:
+            writer.close()
+        await agent.say(msg.WorkersGone(cycle=0))
+        assert await stage.heard.next() == ("message", "n1", msg.WorkersGone(cycle=0))
+
+    on_stage(play)
+
+
 def test_output_comes_with_the_name_of_its_node() -> None:
     async def play(stage: Stage) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{stage.port}") as channel:
