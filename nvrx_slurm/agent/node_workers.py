@@ -14,7 +14,8 @@ from pathlib import Path
 from nvrx_slurm import linux
 from nvrx_slurm.agent import server_protocol
 from nvrx_slurm.agent.deadlines import Deadline
-from nvrx_slurm.agent.environment import rank_environment, server_environment
+from nvrx_slurm.agent.environment import rank_environment, server_environment, virtual_local_rank
+from nvrx_slurm.agent.error_file import error_path, read_error
 from nvrx_slurm.agent.evidence import examine, find_py_spy
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.oom import OomWatch
@@ -136,8 +137,10 @@ class NodeWorkers:
             for local_rank, rank in enumerate(cycle.ranks):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 writers.append(writer)
-                self._output.add(reader, cycle.cycle, rank)
+                self._output.add(reader, cycle.cycle, rank, local_rank)
                 env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], socket)
+                if self._welcome.virtual_local_rank:
+                    env.update(virtual_local_rank(local_rank, self._environ))
                 specs.append(RankSpec(rank, env))
             self._launched_by = self._server
             # A server that has just died is told of by its last reply.
@@ -155,21 +158,31 @@ class NodeWorkers:
             self._all_exited.set()
         self._say(msg.StartFailed(cycle=number, why=why))
 
-    def begin_stop(self, number: int, hung: Sequence[int] = ()) -> None:
-        """Stop the cycle's ranks, the hung ones without grace.
+    def begin_stop(
+        self,
+        number: int,
+        hung: Sequence[int] = (),
+        sig: signal.Signals = signal.SIGTERM,
+        grace_s: float | None = None,
+    ) -> None:
+        """Stop the cycle's ranks with ``sig``, the hung ones without grace.
 
+        While they are being stopped, a later call can only lengthen the grace.
         :class:`WorkersGone` follows when no process of them is left.
         """
         cycle = self._cycle
         if cycle is None or cycle.cycle != number:
             # It never started here: nothing to stop.
             self._say(msg.WorkersGone(cycle=number))
-        elif not cycle.stopping:
+            return
+        grace = self._welcome.stop_timeout_s if grace_s is None else grace_s
+        cycle.stop_deadline = max(cycle.stop_deadline, time.monotonic() + grace)
+        if not cycle.stopping:
             cycle.stopping = True
-            self._stopping = asyncio.create_task(self._stop(cycle, hung))
+            self._stopping = asyncio.create_task(self._stop(cycle, hung, sig))
 
-    async def _stop(self, cycle: LocalCycle, hung: Sequence[int]) -> None:
-        """SIGTERM; when all ranks have ended or the time is over, SIGKILL to what is left, orphans too."""
+    async def _stop(self, cycle: LocalCycle, hung: Sequence[int], sig: signal.Signals) -> None:
+        """Send ``sig``; when all ranks have ended or the time is over, SIGKILL what is left, orphans too."""
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
         if self._recovering is not None:
@@ -178,14 +191,14 @@ class NodeWorkers:
             self._cleared.clear()
             hung = [rank for rank in hung if rank in cycle.alive]
             others = [rank for rank in cycle.alive if rank not in hung]
-            self._server.signal_ranks(signal.SIGTERM, others)
-            # A rank that somebody has stopped hears SIGTERM only when it goes on.
+            self._server.signal_ranks(sig, others)
+            # A rank that somebody has stopped hears it only when it goes on.
             self._server.signal_ranks(signal.SIGCONT, others)
             await asyncio.gather(*(self._record_evidence(cycle, rank) for rank in hung))
             self._server.signal_ranks(signal.SIGKILL, hung)
-            if cycle.alive:
+            while cycle.alive and (left := cycle.stop_deadline - time.monotonic()) > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._all_exited.wait(), self._welcome.stop_timeout_s)
+                    await asyncio.wait_for(self._all_exited.wait(), left)
             self._server.kill_everything()
             await self._cleared.wait()
         # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
@@ -228,10 +241,10 @@ class NodeWorkers:
             )
         )
 
-    async def stop(self) -> None:
+    async def stop(self, sig: signal.Signals = signal.SIGTERM, grace_s: float | None = None) -> None:
         """Stop the running cycle, if any, in good order."""
         if self._cycle is not None:
-            self.begin_stop(self._cycle.cycle)
+            self.begin_stop(self._cycle.cycle, (), sig, grace_s)
         if self._stopping is not None:
             await self._stopping
 
@@ -305,7 +318,7 @@ class NodeWorkers:
                 rank=rank,
                 exit=code,
                 after_stop=cycle.stopping,
-                detail=detail,
+                detail=detail or (read_error(error_path(cycle.page_paths[rank])) if code else ""),
                 oom=self._oom.evidence(pid) if killed and pid is not None else "",
             )
         )

@@ -72,16 +72,26 @@ class Policy:
     active_nodes: int
     max_restarts: int
     first_cycle: int = 0
+    max_unknown_nodes: int = 0
+    """How many nodes may join that are not known beforehand."""
     join_timeout_s: float = 300.0
     """Too few nodes, some never heard of: how long to wait for those."""
     form_grace_s: float = 2.0
     """Enough nodes at the start: how long to wait for the rest, so that a spare stays one."""
     stop_timeout_s: float = 30.0
     """A node that has not stopped its workers by then leaves the job."""
+    term_timeout_s: float | None = None
+    """Grace for the ranks when the job is asked to end: they get that signal then, and SIGKILL after this.
+    None: they are stopped as for a restart."""
     probe_timeout_s: float = 1.0
     """How long the search for the hung rank may delay the restart."""
     consult_timeout_s: float = 10.0
     """How long Slurm may take to say whether it is ending the job."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Active nodes and spares."""
+        return len(self.nodes) + self.max_unknown_nodes
 
 
 class Phase(enum.Enum):
@@ -105,13 +115,13 @@ class CycleMachine:
     """
 
     def __init__(self, policy: Policy) -> None:
-        if not 0 < policy.active_nodes <= len(policy.nodes):
-            raise ValueError(f"active_nodes {policy.active_nodes} is not within 1…{len(policy.nodes)}")
+        if not 0 < policy.active_nodes <= policy.max_nodes:
+            raise ValueError(f"active_nodes {policy.active_nodes} is not within 1…{policy.max_nodes}")
         self.policy = policy
         self.phase = Phase.FORMING
         self.cycle = policy.first_cycle
         self.restarts = 0
-        self.members = Membership(policy.nodes)
+        self.members = Membership(policy.nodes, policy.max_unknown_nodes)
         self._current = RunningCycle()
         self._grace_over = False
         self._ending: End | None = None
@@ -231,8 +241,11 @@ class CycleMachine:
 
     def _joined(self, event: NodeJoined) -> None:
         node, members = event.node, self.members
-        if node not in members:
-            self._do(Disconnect(node, f"{node} is not a node of this job"))
+        if not members.admit(node, event.place):
+            why = f"{node} is not a node of this job"
+            if self.policy.max_unknown_nodes:
+                why = f"the job has all the nodes that it may have: {self.policy.max_nodes}"
+            self._do(Disconnect(node, why))
             return
         refusal = members.reason_of(node)
         if refusal is not None:
@@ -256,7 +269,8 @@ class CycleMachine:
     def _unusable(self, event: NodeUnusable) -> None:
         node = event.node
         # Where an agent is at work already, this one was too many, and going is all that it can do.
-        if node not in self.members or self.members.is_connected(node) or self.members.reason_of(node):
+        known = self.members.admit(node)
+        if not known or self.members.is_connected(node) or self.members.reason_of(node):
             return
         if not self.active:
             # What the user asked for can't be had on a node that Slurm gave for it: not the node's fault.
@@ -437,11 +451,20 @@ class CycleMachine:
         waiting = self._here
         self._current.stopping = set(waiting)
         self._current.stop_began = self._now
-        hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
-        self._do(Disarm(Timer.PROBE), StopCycle(self.cycle, waiting, hung))
-        self._do(Arm(Timer.STOP, self.policy.stop_timeout_s))
+        self._do(Disarm(Timer.PROBE))
+        self._order_stop(waiting)
         if not waiting:
             self._all_stopped()
+
+    def _order_stop(self, nodes: tuple[str, ...]) -> None:
+        policy = self.policy
+        hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
+        if self._ending is None or policy.term_timeout_s is None:
+            self._do(StopCycle(self.cycle, nodes, hung), Arm(Timer.STOP, policy.stop_timeout_s))
+            return
+        asked = signal.Signals(self._ending.code - 128)
+        self._do(StopCycle(self.cycle, nodes, hung, asked, policy.term_timeout_s))
+        self._do(Arm(Timer.STOP, policy.stop_timeout_s + policy.term_timeout_s))
 
     def _node_stopped(self, node: str) -> None:
         if self.phase is not Phase.STOPPING or node not in self._current.stopping:
@@ -530,6 +553,9 @@ class CycleMachine:
             self._end(end.code, end.why)
         elif self.phase is not Phase.STOPPING:
             self._stop_workers()
+        elif self.policy.term_timeout_s is not None:
+            # They have been told already, but of a shorter grace.
+            self._order_stop(tuple(node for node in self.active if node in self._current.stopping))
 
     def _drain_requested(self, event: DrainRequested) -> None:
         if self._draining:
@@ -544,11 +570,10 @@ class CycleMachine:
     def _timer_fired(self, timer: Timer) -> None:
         match timer:
             case Timer.JOIN if self.phase is Phase.FORMING and self.members.nobody_came:
-                self._end(
-                    EXIT_FAILED,
-                    f"no agent joined within {self.policy.join_timeout_s:g} s: "
-                    "another step of this job may hold its nodes, or srun could not start",
-                )
+                why = f"no agent joined within {self.policy.join_timeout_s:g} s"
+                if not self.policy.max_unknown_nodes:
+                    why += ": another step of this job may hold its nodes, or srun could not start"
+                self._end(EXIT_FAILED, why)
             case Timer.JOIN if self.phase is Phase.FORMING:
                 for node in self.members.expected:
                     self._write(journal.NodeLost(node=node, why="its agent never joined"))

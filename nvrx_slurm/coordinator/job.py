@@ -9,8 +9,8 @@ import signal
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
@@ -50,6 +50,17 @@ _DRAIN_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
+class Listening:
+    """Where the Coordinator listens, if not on a free port of its own address with a token of its own."""
+
+    address: str
+    port: int
+    token: str
+    started: Callable[[int], None]
+    """Told the port once agents can come."""
+
+
+@dataclass(frozen=True)
 class JobSpec:
     """Everything that is decided before the job starts."""
 
@@ -67,14 +78,22 @@ class JobSpec:
     keep_timeouts: bool
     """Write calculated time-outs to the run directory."""
     run_dir: RunDir
-    slurm: SlurmClient
-    step_argv: Sequence[str]
-    step_environ: Mapping[str, str]
+    slurm: SlurmClient | None = None
+    """None: there is nobody who could start the job again."""
+    step_argv: Sequence[str] = ()
+    """Starts the agents; empty: they come by themselves."""
+    step_environ: Mapping[str, str] = field(default_factory=dict)
     """Without what tells the agents where and who the Coordinator is: that is added here."""
+    command: str = "nvrx-srun"
+    """As the user knows it."""
+    listening: Listening | None = None
+    shows_rank_0: bool = True
+    """Copy its output to standard output."""
 
     @property
     def fence(self) -> str:
-        return f"{self.job_id}.{self.restart_count}.0"
+        """What an agent must have been started for; who comes by itself can know the job only."""
+        return f"{self.job_id}.{self.restart_count}.0" if self.step_argv else self.job_id
 
 
 class JobRunner:
@@ -85,10 +104,11 @@ class JobRunner:
         self._machine = CycleMachine(spec.policy)
         self._monitoring = spec.monitoring
         self._journal = JournalWriter(spec.run_dir.journal, spec.job_id, spec.restart_count)
-        self._token = rpc.new_token()
+        self._token = spec.listening.token if spec.listening else rpc.new_token()
         self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
-        self._stores = RendezvousStores(spec.address, self._store_lost)
-        self._terminal = Terminal()
+        bind = spec.listening.address if spec.listening else spec.address
+        self._stores = RendezvousStores(spec.address, self._store_lost, bind)
+        self._terminal = Terminal(spec.command)
         self._logs = RankLogs(spec.run_dir, self._show_line)
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
@@ -115,17 +135,19 @@ class JobRunner:
                 loop.add_signal_handler(sig, self._feed, steps.StopRequested(sig))
         for sig in _DRAIN_SIGNALS:
             loop.add_signal_handler(sig, self._feed, steps.DrainRequested(sig))
+        port = await self._listen()
         self._announce()
-        port = await self._server.start(self._spec.address)
         self._stores.start()
         writing = asyncio.create_task(self._write_logs())
         step = AgentsStep(self._spec.step_argv, self._agents_environ(port), self._terminal.say)
+        end = steps.End(EXIT_FAILED, "")
         try:
             self._carry_out(self._machine.start())
-            await self._start_step(step)
+            if self._spec.step_argv:
+                await self._start_step(step)
             end = await self._ended
         finally:
-            await self._server.shut_down(_AGENTS_GRACE_S)
+            await self._server.shut_down(_AGENTS_GRACE_S, end.code)
             await step.end(_SRUN_GRACE_S)
             await self._stores.close()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -149,8 +171,20 @@ class JobRunner:
         self._terminal.close(_TERMINAL_GRACE_S)
         return end.code
 
+    async def _listen(self) -> int:
+        listening = self._spec.listening
+        if listening is None:
+            return await self._server.start(self._spec.address)
+        port = await self._server.start(listening.address, listening.port)
+        listening.started(port)
+        return port
+
     def _requeue(self) -> None:
         """Have Slurm start the job again without the nodes that were lost. Slurm then ends this process."""
+        if self._spec.slurm is None:
+            why = f"{self._spec.command} starts no job again: whoever started this one can do so"
+            self._record(journal.NotRequeued(why=why))
+            return
         try:
             plan = requeue(self._spec.slurm, self._spec.job_id, self._nodes_to_exclude())
         except (CannotRequeueError, SlurmUnavailableError, UnknownJobError) as error:
@@ -176,7 +210,7 @@ class JobRunner:
             journal.JobStarted(
                 nodes=list(policy.nodes),
                 active_nodes=policy.active_nodes,
-                spares=len(policy.nodes) - policy.active_nodes,
+                spares=policy.max_nodes - policy.active_nodes,
                 max_restarts=policy.max_restarts,
                 argv=[spec.welcome.program.target, *spec.welcome.program.args],
                 host=spec.host,
@@ -216,8 +250,8 @@ class JobRunner:
 
     # --- events in -----------------------------------------------------------------------------------
 
-    def joined(self, node: str, slots: int) -> None:
-        self._feed(steps.NodeJoined(node, slots))
+    def joined(self, node: str, slots: int, place: int | None) -> None:
+        self._feed(steps.NodeJoined(node, slots, place))
 
     def unusable(self, node: str, why: str) -> None:
         self._feed(steps.NodeUnusable(node, why))
@@ -332,7 +366,7 @@ class JobRunner:
         except Exception as error:
             # Logged and forgotten by the event loop, it would leave a job that waits for ever.
             traceback.print_exc()
-            why = f"an error in nvrx-srun itself: {error!r}"
+            why = f"an error in {self._spec.command} itself: {error!r}"
             self._record(journal.JobEnded(code=EXIT_FAILED, why=why))
             self._carry_out([steps.End(EXIT_FAILED, why)])
 
@@ -350,7 +384,12 @@ class JobRunner:
                         del self._complete[key]
                     self._spawn(self._start_cycle(command))
                 case steps.StopCycle():
-                    stop = msg.StopWorkers(cycle=command.cycle, hung=list(command.hung))
+                    stop = msg.StopWorkers(
+                        cycle=command.cycle,
+                        hung=list(command.hung),
+                        signal=command.signal,
+                        grace_s=command.grace_s,
+                    )
                     self._send_all(command.nodes, stop)
                 case steps.ProbeNodes():
                     self._send_all(command.nodes, msg.Probe(cycle=command.cycle))
@@ -407,6 +446,9 @@ class JobRunner:
             self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
 
     async def _consult_slurm(self) -> None:
+        if self._spec.slurm is None:
+            self._feed(steps.SlurmAnswered(None))
+            return
         try:
             loop = asyncio.get_running_loop()
             job = await loop.run_in_executor(None, self._spec.slurm.job, self._spec.job_id)
@@ -487,7 +529,7 @@ class JobRunner:
         return failed
 
     def _show_line(self, rank: int, text: bytes) -> None:
-        if rank == 0:
+        if rank == 0 and self._spec.shows_rank_0:
             # As it came, whatever this terminal's encoding.
             self._terminal.show(text + b"\n")
 

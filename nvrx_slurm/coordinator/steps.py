@@ -27,6 +27,8 @@ class Timer(enum.Enum):
 class NodeJoined:
     node: str
     slots: int
+    place: int | None = None
+    """Where it wants to stand; see :meth:`Membership.admit`."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,9 @@ class StopCycle:
     nodes: tuple[str, ...]
     hung: tuple[int, ...] = ()
     """Ranks that would not hear SIGTERM."""
+    signal: signal.Signals = signal.SIGTERM
+    grace_s: float | None = None
+    """From that signal to SIGKILL, if it is not what nodes know already."""
 
 
 @dataclass(frozen=True)

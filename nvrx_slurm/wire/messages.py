@@ -74,6 +74,8 @@ class Joined(Message, frozen=True):
 
     slots: int
     """Ranks that this node runs."""
+    place: int | None = None
+    """Where the node wants to stand among nodes that are not known beforehand; the lowest is preferred."""
 
 
 class WorkersStarted(Message, frozen=True):
@@ -228,6 +230,10 @@ class Welcome(Message, frozen=True):
     max_restarts: int
     stop_timeout_s: float
     """SIGTERM to SIGKILL."""
+    role: str = "default"
+    """torchrun's name for all ranks."""
+    virtual_local_rank: bool = False
+    """Each rank sees one GPU, as device 0, and is local rank 0."""
 
 
 class Refused(Message, frozen=True):
@@ -251,6 +257,10 @@ class StopWorkers(Message, frozen=True):
     cycle: int
     hung: list[int]
     """Ranks to kill at once: they would not hear SIGTERM."""
+    signal: int = 15
+    """What the others get first."""
+    grace_s: float | None = None
+    """That signal to SIGKILL; None: as :class:`Welcome` said."""
 
 
 class Probe(Message, frozen=True):
@@ -267,6 +277,9 @@ class AskToStop(Message, frozen=True):
 
 class Shutdown(Message, frozen=True):
     """Stop the workers, send what is left of their output, and exit 0."""
+
+    code: int = 0
+    """The job's exit code."""
 
 
 CoordinatorMessage = Welcome | Refused | StartWorkers | StopWorkers | Probe | AskToStop | Shutdown

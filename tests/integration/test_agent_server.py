@@ -35,7 +35,7 @@ class Heard:
         self.events: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.outputs: list[tuple[str, msg.LogMessage]] = []
 
-    def joined(self, node: str, slots: int) -> None:
+    def joined(self, node: str, slots: int, place: int | None) -> None:
         self.events.put_nowait(("joined", node, slots))
 
     def unusable(self, node: str, why: str) -> None:

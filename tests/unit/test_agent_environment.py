@@ -79,6 +79,7 @@ def test_a_rank_finds_what_torchrun_would_set() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "4",
+        "TORCHELASTIC_ERROR_FILE": "/dev/shm/x/page.error.json",
     }
     assert {name: environment[name] for name in expected} == expected
     assert all(name in expected or name.startswith("NVRX_") for name in environment)
