@@ -62,24 +62,30 @@ def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int)
     return env
 
 
-def rank_environment(start: StartWorkers, local_rank: int, page: Path, socket: Path) -> dict[str, str]:
-    """Return what differs between ranks or cycles; names and meaning as torchrun sets them."""
-    rank = start.first_rank + local_rank
+def cycle_environment(start: StartWorkers, socket: Path) -> dict[str, str]:
+    """Return what all ranks of the node share in one cycle; names and meaning as torchrun sets them."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(start.world_size),
         "GROUP_RANK": str(start.group_rank),
         "GROUP_WORLD_SIZE": str(start.group_world_size),
-        "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(start.world_size),
         "MASTER_ADDR": start.master_addr,
         "MASTER_PORT": str(start.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(start.cycle),
-        "TORCHELASTIC_ERROR_FILE": str(error_path(page)),
-        PAGE_VARIABLE: str(page),
         SOCKET_VARIABLE: str(socket),
         MONITORING_VARIABLE: msgspec.json.encode(start.monitoring).decode(),
+    }
+
+
+def rank_environment(start: StartWorkers, local_rank: int, page: Path) -> dict[str, str]:
+    """Return what differs between the ranks of a node."""
+    rank = start.first_rank + local_rank
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": str(rank),
+        "TORCHELASTIC_ERROR_FILE": str(error_path(page)),
+        PAGE_VARIABLE: str(page),
     }
 
 

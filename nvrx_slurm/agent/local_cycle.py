@@ -33,6 +33,8 @@ class LocalCycle:
         self.cycle = start.cycle
         self.ranks = list(range(start.first_rank, start.first_rank + slots))
         self.alive = set(self.ranks)
+        self.told_exits: set[int] = set()
+        """Ranks whose exit the Coordinator knows of."""
         self.ready: set[int] = set()
         self.stepping: set[int] = set()
         self.stopping = False

@@ -224,7 +224,7 @@ def main(
             active_nodes=len(nodes) - spares,
             max_restarts=max_restarts,
             first_cycle=cycle,
-            stop_timeout_s=workers_stop_timeout + 15.0,
+            stop_timeout_s=workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
         ),
         welcome=msg.Welcome(
             program=msg.Program(kind=kind, target=target, args=list(args), cwd=os.getcwd()),
@@ -234,6 +234,7 @@ def main(
             warm_start=warm_start == "on",
             max_restarts=max_restarts,
             stop_timeout_s=workers_stop_timeout,
+            node=fault_tolerance.node_options(),
         ),
         monitoring=monitoring,
         keep_timeouts=fault_tolerance.calc_ft_timeouts,

@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from nvrx_slurm.wire.node_options import NodeOptions
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
@@ -234,6 +235,7 @@ class Welcome(Message, frozen=True):
     """torchrun's name for all ranks."""
     virtual_local_rank: bool = False
     """Each rank sees one GPU, as device 0, and is local rank 0."""
+    node: NodeOptions = NodeOptions()
 
 
 class Refused(Message, frozen=True):

@@ -50,6 +50,13 @@ class TimeoutsChanged(Request, frozen=True):
     section: SectionTimeouts
 
 
+class ProgramFailed(Request, frozen=True):
+    """The main thread has failed; the process itself ends soon, or is kept by something."""
+
+    exit: int
+    """The code that it ends with, 1 to 255."""
+
+
 def is_step(value: object) -> bool:
     """Tell whether ``value`` can be a step everywhere that steps go: an integer of 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
@@ -67,7 +74,7 @@ def is_timeout(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value > 0)
 
 
-RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | TimeoutsChanged
+RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | TimeoutsChanged | ProgramFailed
 
 encode_request = msgspec.json.Encoder().encode
 
@@ -81,6 +88,8 @@ def is_acceptable(request: RankRequest) -> bool:
             heartbeat, section = request.heartbeat, request.section
             values = [heartbeat.initial, heartbeat.subsequent, section.out_of_section]
             return all(map(is_timeout, [*values, *section.section.values()]))
+        case ProgramFailed():
+            return 0 < request.exit < 256
         case _:
             return True
 

@@ -9,6 +9,7 @@ import pytest
 
 from nvrx_slurm.agent.environment import (
     SlotsError,
+    cycle_environment,
     rank_environment,
     resolve_slots,
     server_environment,
@@ -67,7 +68,10 @@ def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
 
 
 def test_a_rank_finds_what_torchrun_would_set() -> None:
-    environment = rank_environment(START, 1, Path("/dev/shm/x/page"), Path("/dev/shm/x/sock"))
+    environment = {
+        **cycle_environment(START, Path("/dev/shm/x/sock")),
+        **rank_environment(START, 1, Path("/dev/shm/x/page")),
+    }
     expected = {
         "RANK": "3",
         "LOCAL_RANK": "1",
