@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import platform
 import signal
 from collections.abc import Iterator
 
@@ -12,6 +14,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MPOL_PREFERRED = 1  # linux/mempolicy.h
+_MPOL_BIND = 2
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -39,6 +44,25 @@ def die_with_parent(sig: signal.Signals, parent: int) -> None:
 def set_process_name(name: str) -> None:
     """Name this process for ps(1) and top(1); the kernel keeps 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def bind_memory(node: int, *, strict: bool) -> None:
+    """Take this process's memory, and its children's, from a NUMA node: only, or first of all.
+
+    Raises:
+        OSError: this machine, or what confines this process, does not allow it (set_mempolicy(2)).
+    """
+    number = _SYS_SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"not known how on {platform.machine()}")
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << (node % bits)
+    policy = _MPOL_BIND if strict else _MPOL_PREFERRED
+    # The kernel takes one bit less than it is told (get_nodes, mm/mempolicy.c).
+    if _libc.syscall(number, policy, mask, ctypes.c_ulong(bits * len(mask) + 1)) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"set_mempolicy: {os.strerror(error)}")
 
 
 def process_state(pid: int) -> str:

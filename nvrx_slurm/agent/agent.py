@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 
 from nvrx_slurm.agent import pulse
 from nvrx_slurm.agent.environment import SlotsError, resolve_slots
@@ -38,6 +40,42 @@ _STREAM_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 
 @dataclass(frozen=True)
+class OwnLauncher:
+    """What a launcher on this node decides for this node's ranks, where the agent came by itself."""
+
+    program: msg.Program
+    nproc_per_node: str
+    role: str
+    """Must be the Coordinator's."""
+    warm_start: bool
+    virtual_local_rank: bool
+    term_timeout_s: float
+    """From a signal to the agent, which the ranks get too, to SIGKILL."""
+    connect_timeout_s: float
+    """How long the Coordinator may take to be there."""
+    show: Callable[[int, int, bytes], None]
+    """Told of all output, with rank and local rank, and of its end; returns at once."""
+    place: int | None = None
+    """See :class:`Joined`."""
+
+    def adapt(self, welcome: msg.Welcome) -> msg.Welcome:
+        """Return what holds on this node.
+
+        Raises:
+            SlotsError: this node can't be of one job with the Coordinator's.
+        """
+        if self.role != welcome.role:
+            raise SlotsError(f"--role is {self.role} here and {welcome.role} where the job is coordinated")
+        return msgspec.structs.replace(
+            welcome,
+            program=self.program,
+            nproc_per_node=self.nproc_per_node,
+            warm_start=self.warm_start,
+            virtual_local_rank=self.virtual_local_rank,
+        )
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """Where the agent belongs."""
 
@@ -49,6 +87,10 @@ class AgentConfig:
     private_dir: Path
     environ: Mapping[str, str]
     """The ranks' environment before anything of ours; holds no secret."""
+    own: OwnLauncher | None = None
+    """None: nvrx-srun has started this agent, and the Coordinator decides everything."""
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    """Those that ask it to go."""
 
 
 class Agent:
@@ -59,6 +101,10 @@ class Agent:
         self._outbox: asyncio.Queue[msg.AgentMessage | None] = asyncio.Queue()
         self._signalled: asyncio.Future[signal.Signals] | None = None
         self._reading: asyncio.Task[int] | None = None
+        self._signalled_again = asyncio.Event()
+        self._parent = os.getppid()
+        self.job_code: int | None = None
+        """The job's exit code, once the Coordinator has told it."""
         self._closing = False
         """Nothing that the Coordinator says counts any more."""
 
@@ -71,7 +117,7 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         self._signalled = loop.create_future()
-        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for sig in self._config.signals:
             loop.add_signal_handler(sig, self._on_signal, sig)
         beating = asyncio.create_task(pulse.beat())
         try:
@@ -86,22 +132,32 @@ class Agent:
             try:
                 return await self._session(channel)
             except asyncio.TimeoutError:
-                _log.error("the Coordinator at %s did not answer in %g s", address, _CONNECT_TIMEOUT_S)
+                _log.error("the Coordinator at %s did not answer in %g s", address, self._patience_s)
             except grpc.aio.AioRpcError as error:
                 _log.error("the Coordinator at %s is gone: %s", address, error.details())
             except asyncio.InvalidStateError:
                 _log.error("the Coordinator at %s is gone", address)
             return EXIT_COORDINATOR_GONE
 
+    @property
+    def _patience_s(self) -> float:
+        return self._config.own.connect_timeout_s if self._config.own else _CONNECT_TIMEOUT_S
+
     async def _session(self, channel: grpc.aio.Channel) -> int:
+        assert self._signalled is not None
+        own = self._config.own
         metadata = ((rpc.TOKEN_METADATA, self._config.token),)
         control: _Control = channel.stream_stream(
             f"/{rpc.SERVICE}/{rpc.CONTROL}",
             request_serializer=rpc.encode,
             response_deserializer=rpc.decode_coordinator.decode,
-        )(metadata=metadata)
-        metadata_of_coordinator = await asyncio.wait_for(control.initial_metadata(), _CONNECT_TIMEOUT_S)
-        if rpc.GREETING not in tuple(metadata_of_coordinator):
+        )(metadata=metadata, wait_for_ready=own is not None)
+        greeting = asyncio.ensure_future(control.initial_metadata())
+        waited: set[asyncio.Future[Any]] = {greeting, self._signalled}
+        await asyncio.wait(waited, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._signalled.done():
+            return 128 + self._signalled.result()
+        if rpc.GREETING not in tuple(await asyncio.wait_for(greeting, 0)):
             address = self._config.coordinator
             _log.error("not taken by the Coordinator at %s: %s", address, await control.details())
             return EXIT_COORDINATOR_GONE
@@ -113,13 +169,14 @@ class Agent:
             _log.error("not taken by the Coordinator: %s", why)
             return EXIT_EXCLUDED
         try:
+            welcome = own.adapt(welcome) if own else welcome
             slots = resolve_slots(welcome.nproc_per_node, self._config.environ)
         except SlotsError as error:
             _log.error("%s", error)
             await control.write(msg.Leaving(why=str(error), by_signal=False))
             await self._hang_up(control)
             return EXIT_USAGE
-        output = OutputPump(self._config.node)
+        output = OutputPump(self._config.node, own.show if own else None)
         sending = asyncio.create_task(self._send_output(channel, metadata, output))
         try:
             return await self._work(control, welcome, slots, output)
@@ -132,11 +189,12 @@ class Agent:
 
     async def _work(self, control: _Control, welcome: msg.Welcome, slots: int, output: OutputPump) -> int:
         assert self._signalled is not None
+        own = self._config.own
         writing = asyncio.create_task(self._write(control))
         workers = NodeWorkers(
             welcome, slots, self._config.private_dir, self._config.environ, output, self._outbox.put_nowait
         )
-        self._outbox.put_nowait(msg.Joined(slots=slots))
+        self._outbox.put_nowait(msg.Joined(slots=slots, place=own.place if own else None))
         self._reading = reading = asyncio.create_task(self._read(control, workers))
         try:
             waited: set[asyncio.Future[Any]] = {reading, writing, self._signalled}
@@ -146,7 +204,7 @@ class Agent:
                 self._outbox.put_nowait(
                     msg.Leaving(why=f"the agent received {received.name}", by_signal=True)
                 )
-                await workers.stop()
+                await self._stop_for(received, workers)
                 return 128 + received
             return await reading if reading.done() else EXIT_COORDINATOR_GONE
         finally:
@@ -155,6 +213,19 @@ class Agent:
             self._outbox.put_nowait(None)
             await asyncio.wait({writing}, timeout=1.0)
             writing.cancel()
+
+    async def _stop_for(self, received: signal.Signals, workers: NodeWorkers) -> None:
+        own = self._config.own
+        if own is None:
+            await workers.stop()
+            return
+        # If the launcher was killed, nobody asked the ranks to save anything.
+        grace = own.term_timeout_s if os.getppid() == self._parent else None
+        stopping = asyncio.create_task(workers.stop(received, grace))
+        again = asyncio.create_task(self._signalled_again.wait())
+        await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, again):
+            task.cancel()
 
     async def _hang_up(self, control: _Control) -> None:
         """End our side and hear the other's end: a connection that goes at once takes our last words with it.
@@ -171,7 +242,11 @@ class Agent:
         await asyncio.gather(reading, return_exceptions=True)
 
     def _on_signal(self, sig: signal.Signals) -> None:
-        if self._signalled is not None and not self._signalled.done():
+        if self._signalled is None:
+            return
+        if self._signalled.done():
+            self._signalled_again.set()
+        else:
             self._signalled.set_result(sig)
 
     async def _read(self, control: _Control, workers: NodeWorkers) -> int:
@@ -182,7 +257,8 @@ class Agent:
                 case msg.StartWorkers():
                     workers.start(message)
                 case msg.StopWorkers():
-                    workers.begin_stop(message.cycle, message.hung)
+                    sig = signal.Signals(message.signal)
+                    workers.begin_stop(message.cycle, message.hung, sig, message.grace_s)
                 case msg.Probe():
                     workers.probe(message.cycle)
                 case msg.AskToStop():
@@ -191,6 +267,7 @@ class Agent:
                     _log.error("excluded by the Coordinator: %s", message.why)
                     return EXIT_EXCLUDED
                 case msg.Shutdown():
+                    self.job_code = message.code
                     return EXIT_OK
                 case _:
                     _log.error("unexpected message %r", message)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from nvrx_slurm.agent.error_file import error_path
 from nvrx_slurm.wire.messages import StartWorkers, Welcome
 from nvrx_slurm.wire.page import PAGE_VARIABLE
 from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE
@@ -51,7 +52,7 @@ def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env.update(
         LOCAL_WORLD_SIZE=str(slots),
-        ROLE_NAME="default",
+        ROLE_NAME=welcome.role,
         TORCHELASTIC_MAX_RESTARTS=str(welcome.max_restarts),
         TORCHELASTIC_RUN_ID=welcome.job_id,
         # The Coordinator hosts the store; rank 0 must not try to.
@@ -61,21 +62,38 @@ def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int)
     return env
 
 
-def rank_environment(start: StartWorkers, local_rank: int, page: Path, socket: Path) -> dict[str, str]:
-    """Return what differs between ranks or cycles; names and meaning as torchrun sets them."""
-    rank = start.first_rank + local_rank
+def cycle_environment(start: StartWorkers, socket: Path) -> dict[str, str]:
+    """Return what all ranks of the node share in one cycle; names and meaning as torchrun sets them."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(start.world_size),
         "GROUP_RANK": str(start.group_rank),
         "GROUP_WORLD_SIZE": str(start.group_world_size),
-        "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(start.world_size),
         "MASTER_ADDR": start.master_addr,
         "MASTER_PORT": str(start.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(start.cycle),
-        PAGE_VARIABLE: str(page),
         SOCKET_VARIABLE: str(socket),
         MONITORING_VARIABLE: msgspec.json.encode(start.monitoring).decode(),
     }
+
+
+def rank_environment(start: StartWorkers, local_rank: int, page: Path) -> dict[str, str]:
+    """Return what differs between the ranks of a node."""
+    rank = start.first_rank + local_rank
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": str(rank),
+        "TORCHELASTIC_ERROR_FILE": str(error_path(page)),
+        PAGE_VARIABLE: str(page),
+    }
+
+
+def virtual_local_rank(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes a rank see its own GPU alone, as torchrun's ``--virtual-local-rank`` does.
+
+    There must be as many GPUs as ranks in ``CUDA_VISIBLE_DEVICES``, if it is set.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    own = str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}

@@ -13,19 +13,23 @@ import signal
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvrx_slurm import linux
 from nvrx_slurm.agent.private_places import private_places, remove_places
 from nvrx_slurm.agent.pulse import PulseWatch
 
+ASKED_TO_GO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
+
+def run_guarded(
+    agent: Callable[[], int], private_dir: Path, signals: Sequence[signal.Signals] = ASKED_TO_GO
+) -> int:
     """Run ``agent`` in a child; return its exit code once no process below is left.
 
-    Must be called before any thread exists. ``private_dir``, and what the agent used instead, is removed at
-    the end.
+    Must be called before any thread exists. ``signals`` are passed on to the agent. ``private_dir``, and what
+    the agent used instead, is removed at the end.
     """
     places = private_places(private_dir)
     linux.become_subreaper()
@@ -58,10 +62,10 @@ def run_guarded(agent: Callable[[], int], private_dir: Path) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, received)
 
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for sig in signals:
         signal.signal(sig, forward)
     code = _wait_for(pid)
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for sig in signals:
         signal.signal(sig, signal.SIG_IGN)
     linux.kill_descendants()
     remove_places(places)

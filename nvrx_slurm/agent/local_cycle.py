@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvrx_slurm.agent.deadlines import Deadline
+from nvrx_slurm.agent.error_file import error_path
 from nvrx_slurm.agent.monitor import RankMonitors
 from nvrx_slurm.wire.messages import StartWorkers
 from nvrx_slurm.wire.page import AgentPage, HeartbeatPage
@@ -32,9 +33,13 @@ class LocalCycle:
         self.cycle = start.cycle
         self.ranks = list(range(start.first_rank, start.first_rank + slots))
         self.alive = set(self.ranks)
+        self.told_exits: set[int] = set()
+        """Ranks whose exit the Coordinator knows of."""
         self.ready: set[int] = set()
         self.stepping: set[int] = set()
         self.stopping = False
+        self.stop_deadline = 0.0
+        """By ``time.monotonic``: when ranks that were asked to stop are killed."""
         self.last_step: int | None = None
         self.told_timeouts = (start.monitoring.heartbeat, start.monitoring.section)
         """What the Coordinator has been told last."""
@@ -66,6 +71,6 @@ class LocalCycle:
 
     def _remove(self) -> None:
         for path in self.page_paths.values():
-            for each in (path, stacks_path(path)):
+            for each in (path, stacks_path(path), error_path(path)):
                 with contextlib.suppress(OSError):
                     each.unlink()

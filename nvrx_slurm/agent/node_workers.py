@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -14,29 +13,34 @@ from pathlib import Path
 from nvrx_slurm import linux
 from nvrx_slurm.agent import server_protocol
 from nvrx_slurm.agent.deadlines import Deadline
-from nvrx_slurm.agent.environment import rank_environment, server_environment
-from nvrx_slurm.agent.evidence import examine, find_py_spy
+from nvrx_slurm.agent.environment import (
+    cycle_environment,
+    rank_environment,
+    server_environment,
+    virtual_local_rank,
+)
+from nvrx_slurm.agent.error_file import error_path, read_error
+from nvrx_slurm.agent.evidence import find_py_spy
+from nvrx_slurm.agent.hang_records import HangRecords
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.oom import OomWatch
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.agent.private_places import make_private, private_places
+from nvrx_slurm.agent.rank_reports import RankReports
 from nvrx_slurm.agent.rank_socket import RankSocket
-from nvrx_slurm.agent.server_protocol import RankSpec
-from nvrx_slurm.agent.throttle import Throttle
+from nvrx_slurm.agent.server_protocol import RankSpec, StartOrder
 from nvrx_slurm.agent.workers import WorkerServerProcess
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
-from nvrx_slurm.wire.stacks import stacks_path
 
-_log = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 5.0
 _KILL_TIMEOUT_S = 5.0
 _SERVER_INTERVAL_S = 1.0
 """Worker servers are not started more often."""
 _MAX_REASONS = 4
-_EVIDENCE_S = 0.8
-_EVIDENCE_GRACE_S = 0.15
-"""Together below the second by which the search may delay the restart."""
+_FAILED_GRACE_S = 1.0
+"""From the end of a rank's main thread to its exit: within it nobody has waited in vain."""
+_LIVES_ON = "its main thread has failed, but threads or exit handlers keep its process"
 
 
 class NodeWorkers:
@@ -66,8 +70,8 @@ class NodeWorkers:
         self._environ = server_environment(environ, welcome, slots)
         self._output = output
         self._say = say
-        self._throttle = Throttle(say)
-        self._py_spy = find_py_spy(environ.get("PATH"))
+        self._reports = RankReports(say, self._on_failed)
+        self._hang_records = HangRecords(find_py_spy(environ.get("PATH")), say)
         self._oom = OomWatch()
         self._cycle: LocalCycle | None = None
         self._all_exited = asyncio.Event()
@@ -83,7 +87,8 @@ class NodeWorkers:
         self._progress = asyncio.create_task(self._report_progress())
 
     def _new_server(self) -> WorkerServerProcess:
-        return WorkerServerProcess(self._environ, self._welcome.warm_start, self._on_reply)
+        preload = self._welcome.node.preload if self._welcome.warm_start else None
+        return WorkerServerProcess(self._environ, preload, self._on_reply)
 
     # --- requests of the Coordinator -----------------------------------------------------------------
 
@@ -136,13 +141,22 @@ class NodeWorkers:
             for local_rank, rank in enumerate(cycle.ranks):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 writers.append(writer)
-                self._output.add(reader, cycle.cycle, rank)
-                env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank], socket)
+                self._output.add(reader, cycle.cycle, rank, local_rank)
+                env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank])
+                if self._welcome.virtual_local_rank:
+                    env.update(virtual_local_rank(local_rank, self._environ))
                 specs.append(RankSpec(rank, env))
+            order = StartOrder(
+                program=self._welcome.program,
+                env=cycle_environment(cycle.start, socket),
+                ranks=specs,
+                warm=self._welcome.warm_start,
+                exit_on_exception=self._welcome.node.install_exception_hook,
+            )
             self._launched_by = self._server
             # A server that has just died is told of by its last reply.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._server.start_ranks(self._welcome.program, specs, writers, warm=self._welcome.warm_start)
+                self._server.start_ranks(order, writers)
         except OSError as error:
             self._start_failed(cycle.cycle, str(error))
         finally:
@@ -155,21 +169,31 @@ class NodeWorkers:
             self._all_exited.set()
         self._say(msg.StartFailed(cycle=number, why=why))
 
-    def begin_stop(self, number: int, hung: Sequence[int] = ()) -> None:
-        """Stop the cycle's ranks, the hung ones without grace.
+    def begin_stop(
+        self,
+        number: int,
+        hung: Sequence[int] = (),
+        sig: signal.Signals = signal.SIGTERM,
+        grace_s: float | None = None,
+    ) -> None:
+        """Stop the cycle's ranks with ``sig``, the hung ones without grace.
 
+        While they are being stopped, a later call can only lengthen the grace.
         :class:`WorkersGone` follows when no process of them is left.
         """
         cycle = self._cycle
         if cycle is None or cycle.cycle != number:
             # It never started here: nothing to stop.
             self._say(msg.WorkersGone(cycle=number))
-        elif not cycle.stopping:
+            return
+        grace = self._welcome.stop_timeout_s if grace_s is None else grace_s
+        cycle.stop_deadline = max(cycle.stop_deadline, time.monotonic() + grace)
+        if not cycle.stopping:
             cycle.stopping = True
-            self._stopping = asyncio.create_task(self._stop(cycle, hung))
+            self._stopping = asyncio.create_task(self._stop(cycle, hung, sig))
 
-    async def _stop(self, cycle: LocalCycle, hung: Sequence[int]) -> None:
-        """SIGTERM; when all ranks have ended or the time is over, SIGKILL to what is left, orphans too."""
+    async def _stop(self, cycle: LocalCycle, hung: Sequence[int], sig: signal.Signals) -> None:
+        """Send ``sig``; when all ranks have ended or the time is over, SIGKILL what is left, orphans too."""
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
         if self._recovering is not None:
@@ -178,60 +202,25 @@ class NodeWorkers:
             self._cleared.clear()
             hung = [rank for rank in hung if rank in cycle.alive]
             others = [rank for rank in cycle.alive if rank not in hung]
-            self._server.signal_ranks(signal.SIGTERM, others)
-            # A rank that somebody has stopped hears SIGTERM only when it goes on.
+            self._server.signal_ranks(sig, others)
+            # A rank that somebody has stopped hears it only when it goes on.
             self._server.signal_ranks(signal.SIGCONT, others)
-            await asyncio.gather(*(self._record_evidence(cycle, rank) for rank in hung))
+            await self._hang_records.keep_stacks(cycle, hung)
             self._server.signal_ranks(signal.SIGKILL, hung)
-            if cycle.alive:
+            while cycle.alive and (left := cycle.stop_deadline - time.monotonic()) > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._all_exited.wait(), self._welcome.stop_timeout_s)
+                    await asyncio.wait_for(self._all_exited.wait(), left)
             self._server.kill_everything()
             await self._cleared.wait()
         # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
-        self._throttle.flush()
+        self._reports.flush()
         self._tell_step(cycle)
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled))
 
-    async def _record_evidence(self, cycle: LocalCycle, rank: int) -> None:
-        """Tell the Coordinator what ``rank`` hangs in, if it can be found out in time."""
-        pid = cycle.monitors.pid_of(rank)
-        if pid is None:
-            return
-        began = time.monotonic_ns()
-        reading = cycle.monitors.read(rank)
-        examining = asyncio.get_running_loop().run_in_executor(
-            None, examine, pid, stacks_path(cycle.page_paths[rank]), self._py_spy, _EVIDENCE_S
-        )
-        try:
-            found = await asyncio.wait_for(examining, _EVIDENCE_S + _EVIDENCE_GRACE_S)
-        except asyncio.TimeoutError:
-            return
-        self._say(
-            msg.HangEvidence(
-                cycle=cycle.cycle,
-                rank=rank,
-                pid=pid,
-                heartbeats=reading.heartbeats,
-                silent_s=(began - reading.last_sign_ns) / 1e9,
-                sections={
-                    cycle.monitors.sections[section.slot]: (began - section.opened_ns) / 1e9
-                    for section in reading.sections
-                },
-                process_state=found.process_state,
-                wchan=found.wchan,
-                kernel_stack=found.kernel_stack,
-                source=found.source,
-                stacks=found.stacks,
-                note=found.note,
-                seconds=(time.monotonic_ns() - began) / 1e9,
-            )
-        )
-
-    async def stop(self) -> None:
+    async def stop(self, sig: signal.Signals = signal.SIGTERM, grace_s: float | None = None) -> None:
         """Stop the running cycle, if any, in good order."""
         if self._cycle is not None:
-            self.begin_stop(self._cycle.cycle)
+            self.begin_stop(self._cycle.cycle, (), sig, grace_s)
         if self._stopping is not None:
             await self._stopping
 
@@ -296,8 +285,16 @@ class NodeWorkers:
     def _rank_exited(self, cycle: LocalCycle, rank: int, code: int, detail: str = "") -> None:
         cycle.monitors.forget(rank)
         cycle.alive.discard(rank)
+        self._tell_exit(cycle, rank, code, detail)
+        if not cycle.alive:
+            self._all_exited.set()
+
+    def _tell_exit(self, cycle: LocalCycle, rank: int, code: int, detail: str) -> None:
+        if rank in cycle.told_exits:
+            return
+        cycle.told_exits.add(rank)
         pid = cycle.monitors.pid_of(rank)
-        self._throttle.flush()
+        self._reports.flush()
         killed = code == -signal.SIGKILL and pid is not None and not cycle.stopping
         self._say(
             msg.RankExited(
@@ -305,12 +302,10 @@ class NodeWorkers:
                 rank=rank,
                 exit=code,
                 after_stop=cycle.stopping,
-                detail=detail,
+                detail=detail or (read_error(error_path(cycle.page_paths[rank])) if code else ""),
                 oom=self._oom.evidence(pid) if killed and pid is not None else "",
             )
         )
-        if not cycle.alive:
-            self._all_exited.set()
 
     async def _recover(self) -> None:
         """The worker server was killed, and its ranks with it (PR_SET_PDEATHSIG): make a new one."""
@@ -345,63 +340,17 @@ class NodeWorkers:
 
     def _on_rank_request(self, request: rank_channel.RankRequest) -> None:
         cycle = self._cycle
-        if cycle is None or request.cycle != cycle.cycle or request.rank not in cycle.page_paths:
-            return
-        match request:
-            case rank_channel.MonitoringStarted():
-                cycle.monitors.watch(request.rank)
-                if request.rank not in cycle.ready:
-                    cycle.ready.add(request.rank)
-                    if len(cycle.ready) == len(cycle.ranks):
-                        self._say(msg.RanksReady(cycle=cycle.cycle))
-            case rank_channel.FirstHeartbeat():
-                cycle.monitors.watch(request.rank)
-                if request.rank not in cycle.stepping:
-                    cycle.stepping.add(request.rank)
-                    if len(cycle.stepping) == len(cycle.ranks):
-                        step = cycle.monitors.lowest_step()
-                        self._say(msg.RanksStepping(cycle=cycle.cycle, step=step))
-            case rank_channel.Checkpoint():
-                self._throttle.say(
-                    request.rank,
-                    (request.what, request.layer),
-                    msg.CheckpointReport(
-                        cycle=cycle.cycle,
-                        rank=request.rank,
-                        what=request.what,
-                        step=request.step,
-                        layer=request.layer,
-                    ),
-                )
-            case rank_channel.Control():
-                self._throttle.say(
-                    request.rank,
-                    request.action,
-                    msg.ControlRequest(
-                        cycle=cycle.cycle,
-                        rank=request.rank,
-                        action=request.action,
-                        why=request.description,
-                    ),
-                )
-            case rank_channel.TimeoutsChanged():
-                self._timeouts_changed(cycle, request)
+        if cycle is not None and request.cycle == cycle.cycle and request.rank in cycle.page_paths:
+            self._reports.take(cycle, request)
 
-    def _timeouts_changed(self, cycle: LocalCycle, request: rank_channel.TimeoutsChanged) -> None:
-        heartbeat, section = request.heartbeat, request.section
-        try:
-            cycle.monitors.change(request.rank, heartbeat, section)
-        except ValueError as error:
-            _log.warning("time-outs of rank %d are ignored: %s", request.rank, error)
-            return
-        # Every rank calculates the same; the first tells the Coordinator.
-        if (heartbeat, section) != cycle.told_timeouts:
-            cycle.told_timeouts = (heartbeat, section)
-            self._throttle.say(
-                request.rank,
-                msg.TimeoutsCalculated,
-                msg.TimeoutsCalculated(cycle=cycle.cycle, heartbeat=heartbeat, section=section),
-            )
+    def _on_failed(self, cycle: LocalCycle, rank: int, code: int) -> None:
+        """Its process may be kept by threads or exit handlers for ever; the other ranks wait for it."""
+        if rank in cycle.alive:
+            asyncio.get_running_loop().call_later(_FAILED_GRACE_S, self._tell_failed, cycle, rank, code)
+
+    def _tell_failed(self, cycle: LocalCycle, rank: int, code: int) -> None:
+        if cycle is self._cycle and rank in cycle.alive and not cycle.stopping:
+            self._tell_exit(cycle, rank, code, _LIVES_ON)
 
     async def _report_progress(self) -> None:
         """Off the restart path: a step number now and then, for reports."""

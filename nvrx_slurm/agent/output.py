@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogHello, LogMessage
 
@@ -17,18 +17,20 @@ _MAX_QUEUED = 256
 class OutputPump:
     """Reads every pipe that it is given until its end, whatever cycle runs meanwhile."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, show: Callable[[int, int, bytes], None] | None = None) -> None:
+        """``show`` is told of all output too, with rank and local rank; nothing: it is complete."""
         self._node = node
+        self._show = show
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[LogMessage | None] = asyncio.Queue()
-        self._sources: dict[int, tuple[int, int]] = {}
+        self._sources: dict[int, tuple[int, int, int]] = {}
         self._paused = False
         self._closing = False
 
-    def add(self, pipe: int, cycle: int, rank: int) -> None:
+    def add(self, pipe: int, cycle: int, rank: int, local_rank: int) -> None:
         """Own ``pipe`` (the reading end) and read it to its end."""
         os.set_blocking(pipe, False)
-        self._sources[pipe] = (cycle, rank)
+        self._sources[pipe] = (cycle, rank, local_rank)
         if not self._paused:
             self._loop.add_reader(pipe, self._readable, pipe)
 
@@ -49,11 +51,13 @@ class OutputPump:
                     self._loop.add_reader(pipe, self._readable, pipe)
 
     def _readable(self, pipe: int) -> None:
-        cycle, rank = self._sources[pipe]
+        cycle, rank, local_rank = self._sources[pipe]
         try:
             data = os.read(pipe, _READ_BYTES)
         except BlockingIOError:
             return
+        if self._show is not None:
+            self._show(rank, local_rank, data)
         if data:
             self._queue.put_nowait(LogChunk(cycle=cycle, rank=rank, ts=time.time(), data=data))
             if self._queue.qsize() >= _MAX_QUEUED:

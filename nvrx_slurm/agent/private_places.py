@@ -7,8 +7,22 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+
+def new_private_dir(environ: Mapping[str, str]) -> Path:
+    """Make a directory of one agent alone, in memory where possible: heartbeat pages are written often.
+
+    Raises:
+        OSError: no place for it.
+    """
+    base = environ.get("NVRX_NODE_LOCAL_TMPDIR") or "/dev/shm"
+    if not os.access(base, os.W_OK | os.X_OK):
+        base = tempfile.gettempdir()
+    return Path(
+        tempfile.mkdtemp(prefix=f"nvrx-{os.getuid()}-{environ.get('SLURM_JOB_ID', 'local')}-", dir=base)
+    )
 
 
 def private_places(private_dir: Path) -> list[Path]:

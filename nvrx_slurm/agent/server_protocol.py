@@ -1,9 +1,12 @@
 """Messages between an agent and its worker server, JSON over a ``SOCK_SEQPACKET`` socket pair.
 
-The pipes of the ranks' output travel beside :class:`StartRanks` as file descriptors, one per rank in order.
+File descriptors travel beside :class:`StartRanks`: first a memory file with the :class:`StartOrder`, of any
+length, then the pipes of the ranks' output, one per rank in order.
 """
 
 from __future__ import annotations
+
+import os
 
 import msgspec
 
@@ -14,22 +17,43 @@ MAX_PACKET_BYTES = 160 * 1024
 FD_VARIABLE = "NVRX_WORKER_SERVER_FD"
 PARENT_VARIABLE = "NVRX_WORKER_SERVER_PARENT"
 NO_PRELOAD = "--no-preload"
+"""Argument of a server that is to import nothing; else its arguments are modules to import after torch."""
 
 
 class Packet(msgspec.Struct, frozen=True, tag=True):
     """Base of all packets."""
 
 
+class NumaBinding(msgspec.Struct, frozen=True):
+    """Where a rank's threads run, and where its memory comes from."""
+
+    node: int
+    cpus: list[int]
+    strict: bool
+    """Its memory comes from this node or not at all."""
+
+
 class RankSpec(msgspec.Struct, frozen=True):
     rank: int
     env: dict[str, str]
-    """Added to the server's own environment."""
+    """What differs between ranks."""
+    binding: NumaBinding | None = None
+
+
+class StartOrder(msgspec.Struct, frozen=True):
+    """Which ranks to start, and how."""
+
+    program: Program
+    env: dict[str, str]
+    """Added to the server's own environment for all ranks."""
+    ranks: list[RankSpec]
+    warm: bool
+    exit_on_exception: bool = False
+    """After the traceback, without joining threads or running exit handlers."""
 
 
 class StartRanks(Packet, frozen=True):
-    program: Program
-    ranks: list[RankSpec]
-    warm: bool
+    """Carry out the order in the memory file."""
 
 
 class SignalRanks(Packet, frozen=True):
@@ -72,3 +96,21 @@ Reply = Started | StartError | Exited | Cleared
 encode = msgspec.json.Encoder().encode
 decode_request: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 decode_reply: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+decode_order: msgspec.json.Decoder[StartOrder] = msgspec.json.Decoder(StartOrder)
+
+
+def write_order(order: StartOrder) -> int:
+    """Return a descriptor of a memory file (memfd_create(2)) that holds ``order``.
+
+    Raises:
+        OSError: no memory, or no descriptor.
+    """
+    fd = os.memfd_create("nvrx-start-order", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(encode(order))
+    return fd
+
+
+def read_order(fd: int) -> StartOrder:
+    """Return what :func:`write_order` wrote."""
+    return decode_order.decode(os.pread(fd, os.fstat(fd).st_size, 0))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import gc
 import os
 import select
 import signal
@@ -25,8 +24,9 @@ from typing import NoReturn
 
 from nvrx_slurm import linux
 from nvrx_slurm.agent import server_protocol as protocol
-from nvrx_slurm.agent.user_program import command_line, run_user_program
-from nvrx_slurm.wire.messages import Program, ProgramKind
+from nvrx_slurm.agent.become_rank import become_rank
+from nvrx_slurm.agent.preload import preload, why_not_forkable
+from nvrx_slurm.wire.messages import ProgramKind
 
 _MAX_FDS = 253  # SCM_MAX_FD, linux/include/net/scm.h
 
@@ -34,9 +34,9 @@ _MAX_FDS = 253  # SCM_MAX_FD, linux/include/net/scm.h
 class WorkerServer:
     """Forks ranks, tells of their exits, kills what they leave."""
 
-    def __init__(self, channel: socket.socket, why_no_torch: str) -> None:
+    def __init__(self, channel: socket.socket, why_not_warm: str) -> None:
         self._channel = channel
-        self._why_no_torch = why_no_torch
+        self._why_not_warm = why_not_warm
         self._ranks: dict[int, int] = {}
         """Rank of each rank process that has not been reaped."""
         self._clearing = False
@@ -87,7 +87,7 @@ class WorkerServer:
     def _handle(self, request: protocol.Request, fds: list[int]) -> Callable[[], None] | None:
         match request:
             case protocol.StartRanks():
-                return self._start(request, fds)
+                return self._start(fds)
             case protocol.SignalRanks():
                 for pid, rank in self._ranks.items():
                     if request.ranks is None or rank in request.ranks:
@@ -99,18 +99,19 @@ class WorkerServer:
 
     # --- starting ------------------------------------------------------------------------------------
 
-    def _start(self, request: protocol.StartRanks, fds: list[int]) -> Callable[[], None] | None:
-        why_cold = _why_not_forkable(self._why_no_torch) if request.warm else "warm start is switched off"
-        if request.program.kind is ProgramKind.EXECUTABLE:
-            why_cold = "it is not a Python program"
+    def _start(self, fds: list[int]) -> Callable[[], None] | None:
         pids: list[int] = []
         try:
-            if len(fds) != len(request.ranks):
-                raise OSError(f"{len(fds)} output pipes for {len(request.ranks)} ranks")
-            for spec, fd in zip(request.ranks, fds, strict=True):
+            if not fds:
+                raise OSError("the order has not come")
+            order, outputs = protocol.read_order(fds[0]), fds[1:]
+            why_cold = self._why_cold(order)
+            if len(outputs) != len(order.ranks):
+                raise OSError(f"{len(outputs)} output pipes for {len(order.ranks)} ranks")
+            for spec, fd in zip(order.ranks, outputs, strict=True):
                 pid = self._fork()
                 if pid == 0:
-                    return _become_rank(request.program, spec, fd, cold=bool(why_cold))
+                    return become_rank(order, spec, fd, cold=bool(why_cold))
                 self._ranks[pid] = spec.rank
                 pids.append(pid)
         except OSError as error:
@@ -122,6 +123,13 @@ class WorkerServer:
                 with contextlib.suppress(OSError):
                     os.close(fd)
         return None
+
+    def _why_cold(self, order: protocol.StartOrder) -> str:
+        if order.program.kind is ProgramKind.EXECUTABLE:
+            return "it is not a Python program"
+        if not order.warm:
+            return "warm start is switched off"
+        return self._why_not_warm or why_not_forkable()
 
     def _fork(self) -> int:
         parent = os.getpid()
@@ -181,73 +189,6 @@ def _signal_group(pid: int, sig: int) -> None:
         os.kill(pid, sig)
 
 
-def _why_not_forkable(why_no_torch: str) -> str:
-    """Return why ranks can't be forked from this process, empty if they can."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"the preloaded modules left {threads - 1} threads running"
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return f"torch could not be imported: {why_no_torch}"
-    if torch.cuda.is_initialized():
-        return "a preloaded module initialised CUDA"
-    return ""
-
-
-def _become_rank(program: Program, spec: protocol.RankSpec, output: int, *, cold: bool) -> Callable[[], None]:
-    """Make the forked process look like a fresh interpreter that was started for ``spec``."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(spec.env)
-    linux.set_process_name(f"nvrx-rank{spec.rank}")
-    try:
-        os.chdir(program.cwd)
-    except OSError as error:
-        print(f"nvrx: cannot enter the working directory: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
-    if cold:
-        argv = command_line(program)
-        try:
-            os.execvp(argv[0], argv)
-        except OSError as error:
-            print(f"nvrx: cannot execute {argv[0]}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-    return lambda: run_user_program(program)
-
-
-def _preload() -> str:
-    """Import what every rank needs; return what was wrong with torch, empty if nothing was."""
-    problem = ""
-    try:
-        import torch
-        import torch.distributed
-    except Exception as error:  # OSError, for instance, where a library of CUDA is missing
-        problem = repr(error)
-    # The first optimizer imports it, which takes as long as torch itself; a release may do without.
-    with contextlib.suppress(Exception):
-        import torch._dynamo  # noqa: F401
-    gc.collect()
-    # Objects of the imports are never garbage: collecting them in every rank would only unshare their pages.
-    gc.freeze()
-    _fork_once()
-    return problem
-
-
-def _fork_once() -> None:
-    """Shed the threads that OpenBLAS, which NumPy loads, has from its import on.
-
-    It ends them before any fork and makes new ones when it is used (pthread_atfork(3)): what is left after
-    one are threads that a rank would miss.
-    """
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
 def main() -> NoReturn:
     """Entry point; the agent passes the socket and its own process id in the environment."""
     channel = socket.socket(fileno=int(os.environ.pop(protocol.FD_VARIABLE)))
@@ -257,7 +198,9 @@ def main() -> NoReturn:
     linux.set_process_name("nvrx-warm")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    why_no_torch = "" if protocol.NO_PRELOAD in sys.argv else _preload()
-    in_rank = WorkerServer(channel, why_no_torch).serve()
+    # After the interpreter's own and the name of this module (nvrx_slurm.interpreter).
+    modules = sys.argv[2:]
+    why_not_warm = "" if protocol.NO_PRELOAD in modules else preload(modules)
+    in_rank = WorkerServer(channel, why_not_warm).serve()
     in_rank()
     sys.exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -12,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from nvrx_slurm.agent import server_protocol as protocol
-from nvrx_slurm.agent.server_protocol import RankSpec, Reply
+from nvrx_slurm.agent.server_protocol import Reply
 from nvrx_slurm.interpreter import command_for
-from nvrx_slurm.wire.messages import Program
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerServerProcess:
@@ -24,9 +26,12 @@ class WorkerServerProcess:
     """
 
     def __init__(
-        self, environ: Mapping[str, str], preload: bool, on_reply: Callable[[Reply | None], None]
+        self,
+        environ: Mapping[str, str],
+        preload: Sequence[str] | None,
+        on_reply: Callable[[Reply | None], None],
     ) -> None:
-        """Start the server; with ``preload`` it imports torch while the caller goes on.
+        """Start the server; it imports torch and the modules ``preload``, None: nothing, meanwhile.
 
         Needs a running event loop.
 
@@ -37,9 +42,10 @@ class WorkerServerProcess:
         self._on_reply = on_reply
         self._loop = asyncio.get_running_loop()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        modules = [protocol.NO_PRELOAD] if preload is None else preload
         with theirs:
             self._process = subprocess.Popen(
-                command_for("nvrx_slurm.agent.worker_server", *([] if preload else [protocol.NO_PRELOAD])),
+                command_for("nvrx_slurm.agent.worker_server", *modules),
                 env={
                     **environ,
                     protocol.FD_VARIABLE: str(theirs.fileno()),
@@ -51,25 +57,23 @@ class WorkerServerProcess:
         self._channel.setblocking(False)
         self._loop.add_reader(self._channel, self._readable)
         self._open = True
+        self._loop.add_signal_handler(signal.SIGCHLD, self._continue_if_stopped)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def start_ranks(
-        self, program: Program, ranks: Sequence[RankSpec], pipes: Sequence[int], *, warm: bool
-    ) -> None:
+    def start_ranks(self, order: protocol.StartOrder, pipes: Sequence[int]) -> None:
         """Start one process per rank with its output on the pipe of the same position.
 
         Raises:
             OSError: the server is gone.
         """
-        request = protocol.StartRanks(program=program, ranks=list(ranks), warm=warm)
-        packet = protocol.encode(request)
-        if len(packet) > protocol.MAX_PACKET_BYTES:
-            limit = protocol.MAX_PACKET_BYTES
-            raise OSError(f"the ranks' arguments take {len(packet)} bytes; {limit} are possible")
-        socket.send_fds(self._channel, [packet], list(pipes))
+        written = protocol.write_order(order)
+        try:
+            socket.send_fds(self._channel, [protocol.encode(protocol.StartRanks())], [written, *pipes])
+        finally:
+            os.close(written)
 
     def signal_ranks(self, sig: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Signal the process groups of ``ranks``, by default of all."""
@@ -82,6 +86,7 @@ class WorkerServerProcess:
         """Let the server go: it kills everything below it, then exits."""
         if self._open:
             self._open = False
+            self._loop.remove_signal_handler(signal.SIGCHLD)
             self._loop.remove_reader(self._channel)
             self._channel.close()
 
@@ -92,6 +97,16 @@ class WorkerServerProcess:
     def _send(self, request: protocol.Request) -> None:
         with contextlib.suppress(OSError):
             self._channel.send(protocol.encode(request), socket.MSG_NOSIGNAL)
+
+    def _continue_if_stopped(self) -> None:
+        """A server that a rank or a person has stopped would not notice exits; its parent is told of it.
+
+        Not of one that a debugger has stopped: that is told instead.
+        """
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                _log.warning("somebody has stopped the worker server: continued")
+                os.kill(self.pid, signal.SIGCONT)
 
     def _readable(self) -> None:
         try:

@@ -7,22 +7,11 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
-from pathlib import Path
 
 import click
 
+from nvrx_slurm.agent.private_places import new_private_dir
 from nvrx_slurm.wire import rpc
-
-
-def _private_dir() -> Path:
-    """Make a directory of this agent alone, in memory where possible: heartbeat pages are written often."""
-    base = os.environ.get("NVRX_NODE_LOCAL_TMPDIR") or "/dev/shm"
-    if not os.access(base, os.W_OK | os.X_OK):
-        base = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix=f"nvrx-{os.getuid()}-{os.environ.get('SLURM_JOB_ID', 'local')}-", dir=base)
-    )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,7 +29,7 @@ def main() -> None:
     token = os.environ.pop(rpc.TOKEN_VARIABLE)
     fence = os.environ.pop(rpc.FENCE_VARIABLE)
     try:
-        private_dir = _private_dir()
+        private_dir = new_private_dir(os.environ)
     except OSError as error:
         raise click.ClickException(f"no place for this node's private files: {error}") from error
     logging.basicConfig(format=f"nvrx-agent {node}: %(message)s", level=logging.WARNING)

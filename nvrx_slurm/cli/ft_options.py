@@ -1,4 +1,4 @@
-"""The options of hang detection, which every command that starts ranks has."""
+"""The options of fault tolerance, which every command that starts ranks has."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ _KEYS = {
     "warmup_iterations": "num_warmup_iterations",
     "safety_factor": "safety_factor",
     "calc_timeouts": "calc_ft_timeouts",
-    "max_no_progress_cycles": "max_no_progress_cycles",
-    "min_progress_iterations": "min_progress_iterations",
-    "checkpoint_iteration_file": "checkpoint_iteration_file",
+    "gpu_memory_reclaim_timeout": "gpu_memory_reclaim_timeout",
+    "gpu_memory_tolerance_mb": "gpu_memory_tolerance_mb",
+    "numa_bind": "numa_bind",
+    "numa_bind_strict": "numa_bind_strict",
+    "install_exception_hook": "install_exception_hook",
+    "preload": "preload",
 }
 """Parameter to key of the configuration."""
+
+_SWITCHES = {"calc_ft_timeouts", "numa_bind_strict", "install_exception_hook"}
+_ON_OFF = click.Choice(["on", "off", "true", "false"], case_sensitive=False)
 
 _OPTIONS = [
     click.option(
@@ -74,27 +80,50 @@ _OPTIONS = [
     click.option(
         "--calc-timeouts",
         "--ft-calc-timeouts",
-        type=click.Choice(["on", "off"]),
+        type=_ON_OFF,
+        metavar="on|off",
         help="Begin with the calculated time-outs of an earlier job with this run directory, and keep those "
         "of this one.  [default: on]",
     ),
     click.option(
-        "--max-no-progress-cycles",
-        "--ft-max-no-progress-cycles",
-        type=click.IntRange(min=0),
-        help="Cycles in a row without a higher step, after which the job ends; 0: no bound.  [default: 3]",
+        "--preload",
+        metavar="MODULES",
+        help="Modules, separated by commas, that the worker server imports after torch; one that leaves "
+        "threads or initialises CUDA makes ranks start in new interpreters.",
     ),
     click.option(
-        "--min-progress-iterations",
-        "--ft-min-progress-iterations",
-        type=click.IntRange(min=1),
-        help="How much the highest step must grow in a cycle to be progress.  [default: 1]",
+        "--install-exception-hook",
+        "--ft-install-exception-hook",
+        type=_ON_OFF,
+        metavar="on|off",
+        help="End a rank at once after the traceback of an exception that nobody caught, without joining "
+        "threads or running exit handlers.  [default: off: others restart after 1 s if it lives on]",
     ),
     click.option(
-        "--checkpoint-iteration-file",
-        "--ft-checkpoint-iteration-file",
-        type=click.Path(path_type=Path),
-        help="File with one integer, the newest checkpoint's step, where ranks do not report checkpoints.",
+        "--gpu-memory-reclaim-timeout",
+        "--ft-gpu-memory-reclaim-timeout",
+        metavar="DURATION|0",
+        help="How long at most a restart waits until the memory of this job's GPUs is free; 0: it does not."
+        "  [default: 50s]",
+    ),
+    click.option(
+        "--gpu-memory-tolerance-mb",
+        "--ft-gpu-memory-tolerance-mb",
+        type=float,
+        help="A GPU of which no more MiB are used is free.  [default: 512]",
+    ),
+    click.option(
+        "--numa-bind",
+        type=click.Choice(["auto", "off"]),
+        help="auto: bind each rank to the NUMA node of its GPU; without GPUs spread ranks over the nodes."
+        "  [default: off]",
+    ),
+    click.option(
+        "--numa-bind-strict",
+        "--ft-numa-bind-strict",
+        type=_ON_OFF,
+        metavar="on|off",
+        help="With --numa-bind: memory comes from that NUMA node only; off: from there first.  [default: on]",
     ),
     click.option(
         "--ft-config",
@@ -120,8 +149,8 @@ def fault_tolerance_options(command: _F) -> _F:
             for parameter, key in _KEYS.items()
             if context.get_parameter_source(parameter) is not click.core.ParameterSource.DEFAULT
         }
-        if "calc_ft_timeouts" in chosen:
-            chosen["calc_ft_timeouts"] = chosen["calc_ft_timeouts"] == "on"
+        for key in _SWITCHES & chosen.keys():
+            chosen[key] = chosen[key] in ("on", "true")
         try:
             file = [] if ft_config is None else [(str(ft_config), read_config_file(ft_config))]
             config = build_config(("command line", chosen), *file)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import socket
 import sys
 from pathlib import Path
@@ -13,11 +12,9 @@ import click
 from click.core import ParameterSource
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
-from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Duration
-from nvrx_slurm.coordinator.limits import Limits
+from nvrx_slurm.cli.program import check_nproc, find_program
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
-from nvrx_slurm.wire.messages import ProgramKind
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 
@@ -82,14 +79,6 @@ def _agent_command() -> str:
     help="Restarts of all ranks within this allocation; after them the job fails.",
 )
 @fault_tolerance_options
-@limit_options
-@click.option(
-    "--time-limit-margin",
-    type=Duration(or_zero=True),
-    default="120s",
-    show_default=True,
-    help="How long before the job's time limit ranks are asked to save and stop; 0: not at all.",
-)
 @click.option(
     "--workers-stop-timeout",
     type=Duration(),
@@ -132,22 +121,18 @@ def main(
     script: str,
     args: tuple[str, ...],
     fault_tolerance: FaultToleranceConfig,
-    limits: Limits,
-    time_limit_margin: float,
 ) -> None:
     """Train SCRIPT on every node of this Slurm job, and go on when a rank or a node fails.
 
     Ranks get the environment that torchrun sets. A killed, crashed or hung rank restarts all ranks in the
     same allocation; a lost node is replaced by a spare. Everything after SCRIPT belongs to it.
 
-    Exit codes: 0 all ranks succeeded, or one shut the workload down; 1 failed, restarts used up; 2 wrong
-    usage; 75 too few nodes or asked to stop: requeue the job; 93 no progress: do not restart; 128 + N stopped
-    by signal N.
+    Exit codes: 0 all ranks succeeded; 1 failed, restarts used up; 2 wrong usage; 75 too few nodes or asked to
+    stop: requeue the job; 128 + N stopped by signal N.
     """
     from nvrx_slurm.coordinator.address import NoAddressError, address_toward
     from nvrx_slurm.coordinator.cycle import Policy
     from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
-    from nvrx_slurm.coordinator.past import past_of_job
     from nvrx_slurm.coordinator.preparation import claim_own, first_cycle, preferred_order
     from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
     from nvrx_slurm.coordinator.terminal import open_standard_streams
@@ -165,7 +150,7 @@ def main(
     )
 
     open_standard_streams()
-    _check_nproc(nproc_per_node)
+    check_nproc(nproc_per_node)
     try:
         job = JobEnvironment.from_environ(os.environ, Path.cwd())
     except NotInAllocationError as error:
@@ -175,7 +160,7 @@ def main(
             f"this is a task of job step {inside}, but nvrx-srun starts srun itself: call it without srun, in"
             " the batch script or from salloc"
         )
-    kind, target = _program(script, module, no_python)
+    kind, target = find_program(script, module, no_python)
     client = ScontrolClient()
     try:
         in_slurm = client.job(job.job_id)
@@ -218,7 +203,6 @@ def main(
     try:
         address = address_toward(others, client.node_address)
         cycle = first_cycle(directory)
-        past = past_of_job(directory.journal, job.job_id, job.restart_count, [target, *args])
         monitoring = fault_tolerance.monitoring()
         if fault_tolerance.calc_ft_timeouts:
             monitoring = load_ft_state(directory.ft_state, monitoring)
@@ -239,10 +223,7 @@ def main(
             active_nodes=len(nodes) - spares,
             max_restarts=max_restarts,
             first_cycle=cycle,
-            limits=limits,
-            past=past,
-            has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
-            stop_timeout_s=workers_stop_timeout + 15.0,
+            stop_timeout_s=workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
         ),
         welcome=msg.Welcome(
             program=msg.Program(kind=kind, target=target, args=list(args), cwd=os.getcwd()),
@@ -252,6 +233,7 @@ def main(
             warm_start=warm_start == "on",
             max_restarts=max_restarts,
             stop_timeout_s=workers_stop_timeout,
+            node=fault_tolerance.node_options(),
         ),
         monitoring=monitoring,
         keep_timeouts=fault_tolerance.calc_ft_timeouts,
@@ -259,9 +241,6 @@ def main(
         slurm=client,
         step_argv=step.argv(),
         step_environ=scrubbed_environment(os.environ),
-        iteration_file=fault_tolerance.checkpoint_iteration_file,
-        ends=in_slurm.ends,
-        time_limit_margin_s=time_limit_margin,
     )
     try:
         code = run_job(spec)
@@ -270,30 +249,3 @@ def main(
         raise click.UsageError(f"cannot start: {error}") from error
     os.close(lock)
     sys.exit(code)
-
-
-def _program(script: str, module: bool, no_python: bool) -> tuple[ProgramKind, str]:
-    """Return what to run, checked as far as this host can tell."""
-    if module and no_python:
-        raise click.UsageError("--module and --no-python exclude each other")
-    if module:
-        return ProgramKind.MODULE, script
-    if no_python:
-        found = shutil.which(script)
-        if found is None:
-            raise click.BadParameter(f"{script} is not an executable", param_hint="SCRIPT")
-        return ProgramKind.EXECUTABLE, str(Path(found).absolute())
-    if not Path(script).is_file():
-        raise click.BadParameter(f"{script} is not a file", param_hint="SCRIPT")
-    return ProgramKind.SCRIPT, str(Path(script).absolute())
-
-
-def _check_nproc(nproc_per_node: str) -> None:
-    # 250: what one message to the worker server can carry in descriptors (SCM_MAX_FD is 253).
-    number = nproc_per_node.isascii() and nproc_per_node.isdigit() and len(nproc_per_node) < 4
-    if nproc_per_node in ("auto", "gpu", "cpu") or (number and 0 < int(nproc_per_node) <= 250):
-        return
-    raise click.BadParameter(
-        f"{nproc_per_node[:40]!r}: a number from 1 to 250, auto, gpu or cpu is accepted",
-        param_hint="--nproc-per-node",
-    )

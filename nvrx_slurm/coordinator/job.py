@@ -9,9 +9,8 @@ import signal
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
@@ -19,19 +18,15 @@ from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.cycle import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
-from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
-from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
 from nvrx_slurm.coordinator.terminal import Terminal
-from nvrx_slurm.coordinator.time_limit import watch_time_limit
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.slurm import (
     CannotRequeueError,
-    Job,
     SlurmClient,
     SlurmUnavailableError,
     UnknownJobError,
@@ -50,8 +45,18 @@ _SRUN_GRACE_S = 2.0
 _OUTPUT_QUEUE = 1024
 _CULPRIT_LINES = 20
 _LAST_LINES_TIMEOUT_S = 1.0
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _DRAIN_SIGNALS = (signal.SIGUSR2, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where the Coordinator listens, if not on a free port of its own address with a token of its own."""
+
+    address: str
+    port: int
+    token: str
+    started: Callable[[int], None]
+    """Told the port once agents can come."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +77,23 @@ class JobSpec:
     keep_timeouts: bool
     """Write calculated time-outs to the run directory."""
     run_dir: RunDir
-    slurm: SlurmClient
-    step_argv: Sequence[str]
-    step_environ: Mapping[str, str]
+    slurm: SlurmClient | None = None
+    """None: there is nobody who could start the job again."""
+    step_argv: Sequence[str] = ()
+    """Starts the agents; empty: they come by themselves."""
+    step_environ: Mapping[str, str] = field(default_factory=dict)
     """Without what tells the agents where and who the Coordinator is: that is added here."""
-    iteration_file: Path | None = None
-    """Where the training keeps its newest checkpoint's step; ``policy`` says whether it does."""
-    ends: int | None = None
-    """When the job's time is over, Unix seconds; None: there is no limit."""
-    time_limit_margin_s: float = 0.0
-    """How long before that the ranks are asked to save; 0: not at all."""
+    command: str = "nvrx-srun"
+    """As the user knows it."""
+    listening: Listening | None = None
+    shows_rank_0: bool = True
+    """Copy its output to standard output."""
+    stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
     @property
     def fence(self) -> str:
-        return f"{self.job_id}.{self.restart_count}.0"
+        """What an agent must have been started for; who comes by itself can know the job only."""
+        return f"{self.job_id}.{self.restart_count}.0" if self.step_argv else self.job_id
 
 
 class JobRunner:
@@ -96,26 +104,22 @@ class JobRunner:
         self._machine = CycleMachine(spec.policy)
         self._monitoring = spec.monitoring
         self._journal = JournalWriter(spec.run_dir.journal, spec.job_id, spec.restart_count)
-        self._token = rpc.new_token()
+        self._token = spec.listening.token if spec.listening else rpc.new_token()
         self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
-        self._stores = RendezvousStores(spec.address, self._store_lost)
-        self._terminal = Terminal()
+        bind = spec.listening.address if spec.listening else spec.address
+        self._stores = RendezvousStores(spec.address, self._store_lost, bind)
+        self._terminal = Terminal(spec.command)
         self._logs = RankLogs(spec.run_dir, self._show_line)
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._background: list[asyncio.Task[None]] = []
-        """Those of the tasks whose result is of no use once the job has ended."""
         self._ended: asyncio.Future[steps.End] | None = None
         self._complete: defaultdict[tuple[int, int], asyncio.Event] = defaultdict(asyncio.Event)
         """Set when all output of a rank, named by cycle and rank, has arrived."""
         self._asked_to_stop: int | None = None
         """The cycle whose ranks were asked to save and end."""
         self._step: int | None = None
-        """The highest that is not in the journal yet."""
         self._step_written = 0.0
-        self._iterations = None if spec.iteration_file is None else IterationFile(spec.iteration_file)
-        self._told_of_iterations = False
         self._complained: set[str] = set()
         self._saving = asyncio.Lock()
         self._bad_nodes: set[str] = set()
@@ -125,31 +129,29 @@ class JobRunner:
         """Run to the end; return the exit code. No process of the job is left when it returns."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        for sig in _STOP_SIGNALS:
+        for sig in self._spec.stop_signals:
             # nohup(1) has SIGHUP ignored, and means it.
             if signal.getsignal(sig) is not signal.SIG_IGN:
                 loop.add_signal_handler(sig, self._feed, steps.StopRequested(sig))
-        for sig in _DRAIN_SIGNALS:
+        for sig in set(_DRAIN_SIGNALS) - set(self._spec.stop_signals):
             loop.add_signal_handler(sig, self._feed, steps.DrainRequested(sig))
+        port = await self._listen()
         self._announce()
-        port = await self._server.start(self._spec.address)
         self._stores.start()
         writing = asyncio.create_task(self._write_logs())
         step = AgentsStep(self._spec.step_argv, self._agents_environ(port), self._terminal.say)
-        if self._spec.time_limit_margin_s > 0:
-            self._background.append(self._spawn(self._watch_time_limit()))
+        end = steps.End(EXIT_FAILED, "")
         try:
             self._carry_out(self._machine.start())
-            await self._start_step(step)
+            if self._spec.step_argv:
+                await self._start_step(step)
             end = await self._ended
         finally:
-            await self._server.shut_down(_AGENTS_GRACE_S)
+            await self._server.shut_down(_AGENTS_GRACE_S, end.code)
             await step.end(_SRUN_GRACE_S)
             await self._stores.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._log_queue.join(), _LAST_OUTPUT_TIMEOUT_S)
-            for task in self._background:
-                task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=2 * _LAST_LINES_TIMEOUT_S)
             async with self._saving:
@@ -169,8 +171,20 @@ class JobRunner:
         self._terminal.close(_TERMINAL_GRACE_S)
         return end.code
 
+    async def _listen(self) -> int:
+        listening = self._spec.listening
+        if listening is None:
+            return await self._server.start(self._spec.address)
+        port = await self._server.start(listening.address, listening.port)
+        listening.started(port)
+        return port
+
     def _requeue(self) -> None:
         """Have Slurm start the job again without the nodes that were lost. Slurm then ends this process."""
+        if self._spec.slurm is None:
+            why = f"{self._spec.command} starts no job again: whoever started this one can do so"
+            self._record(journal.NotRequeued(why=why))
+            return
         try:
             plan = requeue(self._spec.slurm, self._spec.job_id, self._nodes_to_exclude())
         except (CannotRequeueError, SlurmUnavailableError, UnknownJobError) as error:
@@ -184,7 +198,6 @@ class JobRunner:
 
     def _nodes_to_exclude(self) -> list[str]:
         """Return the nodes to blame; none if all others went: this host may have been cut off then."""
-        self._bad_nodes.update(self._machine.proven_bad)
         left = set(self._spec.policy.nodes) - self._bad_nodes - {self._spec.host}
         if not left and self._bad_nodes:
             self._terminal.say("every other node went: not excluding them, this host may have been the cause")
@@ -197,7 +210,7 @@ class JobRunner:
             journal.JobStarted(
                 nodes=list(policy.nodes),
                 active_nodes=policy.active_nodes,
-                spares=len(policy.nodes) - policy.active_nodes,
+                spares=policy.max_nodes - policy.active_nodes,
                 max_restarts=policy.max_restarts,
                 argv=[spec.welcome.program.target, *spec.welcome.program.args],
                 host=spec.host,
@@ -230,16 +243,15 @@ class JobRunner:
 
         self._spawn(watch())
 
-    def _spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     # --- events in -----------------------------------------------------------------------------------
 
-    def joined(self, node: str, slots: int) -> None:
-        self._feed(steps.NodeJoined(node, slots))
+    def joined(self, node: str, slots: int, place: int | None) -> None:
+        self._feed(steps.NodeJoined(node, slots, place))
 
     def unusable(self, node: str, why: str) -> None:
         self._feed(steps.NodeUnusable(node, why))
@@ -265,8 +277,6 @@ class JobRunner:
                 self._feed(steps.NodeReady(node, m.cycle))
             case msg.RanksStepping() as m:
                 self._feed(steps.NodeStepping(node, m.cycle, m.step))
-            case msg.ControlRequest() as m:
-                self._feed(steps.ControlRequested(node, m.cycle, m.rank, m.action, m.why))
             case msg.Leaving() as m:
                 self._feed(steps.NodeLeaving(node, m.why, m.by_signal))
             case msg.HangEvidence() as m:
@@ -282,7 +292,7 @@ class JobRunner:
                 pass
 
     def _note(self, node: str, m: msg.WorkersStarted | msg.StepReached | msg.CheckpointReport) -> None:
-        """Record what reports need, and tell the machine how far training is."""
+        """Record what reports need and no decision depends on."""
         match m:
             case msg.WorkersStarted():
                 self._record(
@@ -291,16 +301,13 @@ class JobRunner:
                     )
                 )
             case msg.StepReached():
-                self._step = highest(self._step, m.step)
-                self._feed(steps.StepReached(node, m.cycle, m.step))
+                self._step = max(m.step, self._step or 0)
                 if time.monotonic() - self._step_written >= _PROGRESS_INTERVAL_S:
                     self._record_progress(m.cycle)
             case msg.CheckpointReport(what=CheckpointEvent.SAVED):
                 self._record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
-                self._feed(steps.CheckpointSaved(node, m.cycle, m.step))
             case msg.CheckpointReport():
                 self._record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
-                self._feed(steps.CheckpointLoaded(node, m.cycle, m.step))
 
     def _timeouts_calculated(self, node: str, m: msg.TimeoutsCalculated) -> None:
         """Later cycles begin with them, and later jobs if they are to be kept."""
@@ -359,7 +366,7 @@ class JobRunner:
         except Exception as error:
             # Logged and forgotten by the event loop, it would leave a job that waits for ever.
             traceback.print_exc()
-            why = f"an error in nvrx-srun itself: {error!r}"
+            why = f"an error in {self._spec.command} itself: {error!r}"
             self._record(journal.JobEnded(code=EXIT_FAILED, why=why))
             self._carry_out([steps.End(EXIT_FAILED, why)])
 
@@ -377,15 +384,18 @@ class JobRunner:
                         del self._complete[key]
                     self._spawn(self._start_cycle(command))
                 case steps.StopCycle():
-                    stop = msg.StopWorkers(cycle=command.cycle, hung=list(command.hung))
+                    stop = msg.StopWorkers(
+                        cycle=command.cycle,
+                        hung=list(command.hung),
+                        signal=command.signal,
+                        grace_s=command.grace_s,
+                    )
                     self._send_all(command.nodes, stop)
                 case steps.ProbeNodes():
                     self._send_all(command.nodes, msg.Probe(cycle=command.cycle))
                 case steps.AskRanksToStop():
                     self._asked_to_stop = command.cycle
                     self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
-                case steps.ReadIteration():
-                    self._background.append(self._spawn(self._read_iteration(command.cycle)))
                 case steps.ConsultSlurm():
                     self._spawn(self._consult_slurm())
                 case steps.Disconnect():
@@ -435,40 +445,19 @@ class JobRunner:
             # While the store was being opened: no agent knew of the cycle then.
             self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
 
-    async def _ask_slurm(self) -> Job:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self._spec.slurm.job, self._spec.job_id)
-
     async def _consult_slurm(self) -> None:
+        if self._spec.slurm is None:
+            self._feed(steps.SlurmAnswered(None))
+            return
         try:
-            job = await self._ask_slurm()
-            answer = steps.SlurmAnswered(job.state, job.preempted)
+            loop = asyncio.get_running_loop()
+            job = await loop.run_in_executor(None, self._spec.slurm.job, self._spec.job_id)
+            state: str | None = job.state
         except SlurmUnavailableError:
-            answer = steps.SlurmAnswered(None)
+            state = None
         except UnknownJobError:
-            answer = steps.SlurmAnswered("gone")
-        self._feed(answer)
-
-    async def _watch_time_limit(self) -> None:
-        def near(why: str) -> None:
-            self._feed(steps.DrainRequested(why=why))
-
-        await watch_time_limit(self._spec.ends, self._spec.time_limit_margin_s, self._ask_slurm, near)
-
-    async def _read_iteration(self, cycle: int | None) -> None:
-        step = None
-        if self._iterations is not None:
-            try:
-                step = await self._iterations.read()
-            except IterationFileError as error:
-                # Before the first checkpoint there may be none.
-                if cycle is not None and not self._told_of_iterations:
-                    self._told_of_iterations = True
-                    path = self._spec.iteration_file
-                    self._terminal.say(
-                        f"WARNING: no iteration from {path}, cycles may not be scored: {error}"
-                    )
-        self._feed(steps.IterationRead(cycle, step))
+            state = "gone"
+        self._feed(steps.SlurmAnswered(state))
 
     # --- journal, logs, console ----------------------------------------------------------------------
 
@@ -477,11 +466,8 @@ class JobRunner:
             cycle = self._machine.cycle
         if isinstance(event, journal.WorkersStopped | journal.JobEnded):
             self._record_progress(cycle)
-        match event:
-            case journal.NodeLost() | journal.NodeExcluded(on_trial=False):
-                self._bad_nodes.add(event.node)
-            case _:
-                pass
+        if isinstance(event, journal.NodeLost | journal.NodeExcluded):
+            self._bad_nodes.add(event.node)
         try:
             record = self._journal.append(cycle, event)
         except OSError as error:
@@ -543,7 +529,7 @@ class JobRunner:
         return failed
 
     def _show_line(self, rank: int, text: bytes) -> None:
-        if rank == 0:
+        if rank == 0 and self._spec.shows_rank_0:
             # As it came, whatever this terminal's encoding.
             self._terminal.show(text + b"\n")
 

@@ -6,12 +6,18 @@ from collections.abc import Iterator, Sequence
 
 
 class Membership:
-    """Nodes of one job in order of preference; each is expected, connected, leaving, gone or excluded."""
+    """Nodes of one job in order of preference; each is expected, connected, leaving, gone or excluded.
 
-    def __init__(self, nodes: Sequence[str]) -> None:
+    ``nodes`` are known beforehand; up to ``max_unknown`` others may join, where nobody knows who will come.
+    """
+
+    def __init__(self, nodes: Sequence[str], max_unknown: int = 0) -> None:
         self._order = tuple(nodes)
-        self._known = frozenset(nodes)
+        self._known = set(nodes)
         self._expected = set(nodes)
+        self._max_unknown = max_unknown
+        self._unknown_expected = max_unknown
+        self._places: dict[str, int] = {}
         self._connected: set[str] = set()
         self._leaving: set[str] = set()
         self._excluded: dict[str, str] = {}
@@ -34,8 +40,12 @@ class Membership:
 
     @property
     def expects_more(self) -> bool:
-        """Tell whether :attr:`expected` holds any."""
-        return bool(self._expected)
+        """Tell whether :attr:`expected` holds any, or more of the unknown may come."""
+        return self._expected_count > 0
+
+    @property
+    def _expected_count(self) -> int:
+        return len(self._expected) + self._unknown_expected
 
     @property
     def nobody_came(self) -> bool:
@@ -60,6 +70,23 @@ class Membership:
         return self._excluded.get(node)
 
     # --- changes -------------------------------------------------------------------------------------
+
+    def admit(self, node: str, place: int | None = None) -> bool:
+        """Tell whether ``node`` is one of the job's, or becomes one: a node that is gone leaves room.
+
+        Among such nodes those with a ``place`` come first, the lowest first; the others as they join.
+        """
+        if node in self._known:
+            return True
+        if len(self._connected) >= self._max_unknown:
+            return False
+        self._known.add(node)
+        self._unknown_expected = max(0, self._unknown_expected - 1)
+        if place is not None:
+            self._places[node] = place
+        last = float("inf")
+        self._order = tuple(sorted((*self._order, node), key=lambda name: self._places.get(name, last)))
+        return True
 
     def misfit(self, slots: int) -> str | None:
         """Return why a node with ``slots`` can't take part; None if it can."""
@@ -91,12 +118,13 @@ class Membership:
 
     def expect_no_more(self) -> None:
         self._expected.clear()
+        self._unknown_expected = 0
 
     # --- choice --------------------------------------------------------------------------------------
 
     def can_fill(self, places: int) -> bool:
         """Tell whether there are, or may still be, nodes for ``places``."""
-        return self.usable_count + len(self._expected) >= places
+        return self.usable_count + self._expected_count >= places
 
     def choose(self, before: Sequence[str], places: int) -> tuple[str, ...]:
         """Return nodes for ``places`` places: who was there keeps its own, the first others fill the gaps.

@@ -36,6 +36,19 @@ def first_cycle(run_dir: RunDir) -> int:
     return first
 
 
+def attempts(run_dir: RunDir) -> int:
+    """Return how many Coordinators have written the journal before.
+
+    Raises:
+        JournalVersionError: the journal was written by a newer version.
+    """
+    count = 0
+    with contextlib.suppress(FileNotFoundError):
+        for record in iterate_journal(run_dir.journal):
+            count += isinstance(record.event, JobStarted)
+    return count
+
+
 def _belongs_to_another_job(run_dir: RunDir, job_id: str, restart_count: int, submitted: int) -> bool:
     """Tell whether the journal there is of an earlier job that had the same id: Slurm begins anew at times.
 

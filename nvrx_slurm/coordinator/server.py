@@ -21,10 +21,14 @@ _BROKEN = "its connection broke: the agent, the node or its network is gone"
 _Context = Any
 
 
+class CannotListenError(OSError):
+    """The address or the port can't be had."""
+
+
 class Sink(Protocol):
     """Who is told; called in the event loop, returns at once."""
 
-    def joined(self, node: str, slots: int) -> None: ...
+    def joined(self, node: str, slots: int, place: int | None) -> None: ...
 
     def unusable(self, node: str, why: str) -> None: ...
 
@@ -55,7 +59,7 @@ class AgentServer:
         self._open_streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._closing = False
+        self._closing: msg.Shutdown | None = None
         self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
         handlers: dict[str, Any] = {
             rpc.CONTROL: grpc.stream_stream_rpc_method_handler(
@@ -71,16 +75,21 @@ class AgentServer:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, handlers),))
 
-    async def start(self, address: str) -> int:
-        """Listen on a free port of ``address`` and return it.
+    async def start(self, address: str, port: int = 0) -> int:
+        """Listen on ``port`` of ``address``, a free one if it is 0, and return it.
 
         Raises:
-            RuntimeError: the address can't be bound.
+            CannotListenError
         """
         host = f"[{address}]" if ":" in address else address
-        port = self._server.add_insecure_port(f"{host}:0")
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise CannotListenError(
+                f"cannot listen on {host}:{port}: it is in use, or not of this host"
+            ) from error
         await self._server.start()
-        return int(port)
+        return int(bound)
 
     def send(self, node: str, message: msg.CoordinatorMessage) -> None:
         """Queue ``message``; nothing happens if the node is gone."""
@@ -95,11 +104,14 @@ class AgentServer:
             connection.outbox.put_nowait(msg.Refused(why=why))
             connection.outbox.put_nowait(None)
 
-    async def shut_down(self, grace_s: float) -> None:
-        """Tell every agent to end, wait until their streams have closed or the time is over, then stop."""
-        self._closing = True
+    async def shut_down(self, grace_s: float, code: int = 0) -> None:
+        """Tell every agent to end, wait until their streams have closed or the time is over, then stop.
+
+        ``code`` is the job's exit code.
+        """
+        self._closing = msg.Shutdown(code=code)
         for connection in self._connections.values():
-            connection.outbox.put_nowait(msg.Shutdown())
+            connection.outbox.put_nowait(self._closing)
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except asyncio.TimeoutError:
@@ -136,19 +148,19 @@ class AgentServer:
             await context.write(self._welcome)
             joined = await asyncio.wait_for(context.read(), _HELLO_TIMEOUT_S)
             if isinstance(joined, msg.Joined):
-                await self._connected(context, hello.node, joined.slots)
+                await self._connected(context, hello.node, joined)
             elif isinstance(joined, msg.Leaving):
                 self._sink.unusable(hello.node, joined.why)
         finally:
             self._stream_closed()
 
-    async def _connected(self, context: _Context, node: str, slots: int) -> None:
+    async def _connected(self, context: _Context, node: str, joined: msg.Joined) -> None:
         connection = _Connection()
         self.disconnect(node, "another agent of this node took its place")
         self._connections[node] = connection
-        if self._closing:
-            connection.outbox.put_nowait(msg.Shutdown())
-        self._sink.joined(node, slots)
+        if self._closing is not None:
+            connection.outbox.put_nowait(self._closing)
+        self._sink.joined(node, joined.slots, joined.place)
         tasks = [
             asyncio.create_task(self._read(context, node, connection)),
             asyncio.create_task(self._write(context, connection)),

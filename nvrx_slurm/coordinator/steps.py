@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.wire.messages import RankSnapshot
-from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 
 class Timer(enum.Enum):
@@ -28,6 +27,8 @@ class Timer(enum.Enum):
 class NodeJoined:
     node: str
     slots: int
+    place: int | None = None
+    """Where it wants to stand; see :meth:`Membership.admit`."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,6 @@ class SlurmAnswered:
 
     job_state: str | None
     """Slurm's name of the job's state; None: Slurm could not be asked."""
-    preempted: bool = False
-    """It takes the nodes for another job."""
 
 
 @dataclass(frozen=True)
@@ -118,53 +117,6 @@ class NodeStepping:
 
 
 @dataclass(frozen=True)
-class StepReached:
-    """A heartbeat of one of the node's ranks told a higher step than the last that was told here."""
-
-    node: str
-    cycle: int
-    step: int
-
-
-@dataclass(frozen=True)
-class CheckpointSaved:
-    """A rank has reported a checkpoint."""
-
-    node: str
-    cycle: int
-    step: int
-
-
-@dataclass(frozen=True)
-class CheckpointLoaded:
-    """A rank has reported from which step on it trains."""
-
-    node: str
-    cycle: int
-    step: int
-
-
-@dataclass(frozen=True)
-class IterationRead:
-    """Answer to :class:`ReadIteration`, whenever it comes."""
-
-    cycle: int | None
-    step: int | None
-    """None: the file is not there, can't be read in time, or holds no number."""
-
-
-@dataclass(frozen=True)
-class ControlRequested:
-    """A rank wants its node out of the job, or the job to end."""
-
-    node: str
-    cycle: int
-    rank: int
-    action: WorkloadAction
-    why: str
-
-
-@dataclass(frozen=True)
 class NodeStopped:
     node: str
     cycle: int
@@ -196,10 +148,9 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class DrainRequested:
-    """The ranks should save and end soon: because of a signal, or of what ``why`` says."""
+    """A signal asks the ranks to save and end soon."""
 
-    signal: signal.Signals | None = None
-    why: str = ""
+    signal: signal.Signals
 
 
 @dataclass(frozen=True)
@@ -219,12 +170,7 @@ Event = (
     | SnapshotsTaken
     | NodeReady
     | NodeStepping
-    | StepReached
-    | CheckpointSaved
-    | CheckpointLoaded
-    | ControlRequested
     | NodeStopped
-    | IterationRead
     | StoreLost
     | StepEnded
     | StopRequested
@@ -258,6 +204,9 @@ class StopCycle:
     nodes: tuple[str, ...]
     hung: tuple[int, ...] = ()
     """Ranks that would not hear SIGTERM."""
+    signal: signal.Signals = signal.SIGTERM
+    grace_s: float | None = None
+    """From that signal to SIGKILL, if it is not what nodes know already."""
 
 
 @dataclass(frozen=True)
@@ -270,13 +219,6 @@ class ProbeNodes:
 class AskRanksToStop:
     cycle: int
     nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ReadIteration:
-    """Read the checkpoint-iteration file; ``cycle`` has ended, None: none has yet. Nothing waits for it."""
-
-    cycle: int | None
 
 
 @dataclass(frozen=True)
@@ -313,7 +255,6 @@ Command = (
     | StopCycle
     | ProbeNodes
     | AskRanksToStop
-    | ReadIteration
     | ConsultSlurm
     | Disconnect
     | Arm

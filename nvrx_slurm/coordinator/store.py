@@ -24,11 +24,13 @@ class RendezvousStores:
 
     Args:
         address: of this host, where ranks reach it.
+        bind: where to listen, if that is not it.
         on_lost: told when the process, and so the running cycle's store, has died; call :meth:`start` again.
     """
 
-    def __init__(self, address: str, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, address: str, on_lost: Callable[[str], None], bind: str = "") -> None:
         self.address = address
+        self._bind = bind or address
         self._on_lost = on_lost
         self._started = -_PROCESS_INTERVAL_S
         self._process: asyncio.Task[asyncio.subprocess.Process] | None = None
@@ -71,7 +73,7 @@ class RendezvousStores:
         if pause:
             await asyncio.sleep(pause)
         return await asyncio.create_subprocess_exec(
-            *command_for("nvrx_slurm.coordinator.store_process", self.address),
+            *command_for("nvrx_slurm.coordinator.store_process", self._bind),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -23,7 +23,9 @@ class Terminal:
     is in the run directory anyway.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "nvrx-srun") -> None:
+        """``name`` is the command's, and begins every line of :meth:`say`."""
+        self._name = name
         self._waiting: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_MAX_WAITING)
         self._left_out = 0
         self._thread = threading.Thread(target=self._write_all, name="terminal", daemon=True)
@@ -33,7 +35,7 @@ class Terminal:
         """Print one line of the Coordinator's own to standard error, without control characters."""
         stamp = datetime.datetime.now().strftime("%H:%M:%S")
         clean = "".join(char if char.isprintable() or char == "\t" else _UNPRINTABLE for char in text)
-        self._put(STDERR, f"nvrx-srun {stamp} {clean}\n".encode(errors="replace"))
+        self._put(STDERR, f"{self._name} {stamp} {clean}\n".encode(errors="replace"))
 
     def show(self, data: bytes) -> None:
         """Copy ``data`` to standard output as it is."""
@@ -58,7 +60,7 @@ class Terminal:
             _write(*piece)
             if self._left_out and self._waiting.qsize() < _MAX_WAITING // 2:
                 left_out, self._left_out = self._left_out, 0
-                _write(STDERR, f"nvrx-srun: {left_out} lines not shown: nobody read them\n".encode())
+                _write(STDERR, f"{self._name}: {left_out} lines not shown: nobody read them\n".encode())
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -7,12 +7,13 @@ one sentence that names the source, the key and what is accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from nvrx_slurm.durations import NO_LIMIT, parse_duration
+from nvrx_slurm.wire.node_options import NodeOptions
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts, check_section_names
 
 DEFAULT_OUT_OF_SECTION_S = 3600.0
@@ -38,11 +39,13 @@ class FaultToleranceConfig:
     safety_factor: float = 5.0
     calc_ft_timeouts: bool = True
     """Begin with the calculated time-outs of ``ft_state.json`` in the run directory, and keep them there."""
-    max_no_progress_cycles: int = 3
-    """Cycles in a row that bring no higher step, after which the job ends; 0: no bound."""
-    min_progress_iterations: int = 1
-    checkpoint_iteration_file: Path | None = None
-    """Holds one integer, the iteration of the newest checkpoint; written by the training."""
+    gpu_memory_reclaim_timeout: float = NodeOptions().gpu_memory_reclaim_timeout_s
+    """0: a restart does not wait for the memory of GPUs."""
+    gpu_memory_tolerance_mb: float = NodeOptions().gpu_memory_tolerance_mb
+    numa_bind: bool = NodeOptions().numa_bind
+    numa_bind_strict: bool = NodeOptions().numa_bind_strict
+    install_exception_hook: bool = NodeOptions().install_exception_hook
+    preload: Sequence[str] = ()
 
     def monitoring(self) -> Monitoring:
         """Return what ranks and monitors are told."""
@@ -56,6 +59,17 @@ class FaultToleranceConfig:
             warmup=dict(self.rank_section_warmup_timeouts),
             warmup_iterations=self.num_warmup_iterations,
             safety_factor=self.safety_factor,
+        )
+
+    def node_options(self) -> NodeOptions:
+        """Return what agents are told."""
+        return NodeOptions(
+            preload=list(self.preload),
+            install_exception_hook=self.install_exception_hook,
+            gpu_memory_reclaim_timeout_s=self.gpu_memory_reclaim_timeout,
+            gpu_memory_tolerance_mb=self.gpu_memory_tolerance_mb,
+            numa_bind=self.numa_bind,
+            numa_bind_strict=self.numa_bind_strict,
         )
 
     @classmethod
@@ -136,20 +150,6 @@ def _count(value: object) -> int:
     raise ValueError("a whole number of 0 or more")
 
 
-def _least(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise ValueError("a whole number of 1 or more")
-
-
-def _path(value: object) -> Path | None:
-    if value is None:
-        return None
-    if isinstance(value, str | Path) and str(value).strip():
-        return Path(value).absolute()
-    raise ValueError("the path of a file")
-
-
 def _factor(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 1:
         return float(value)
@@ -162,6 +162,38 @@ def _switch(value: object) -> bool:
     raise ValueError("true or false")
 
 
+def _auto_or_off(value: object) -> bool:
+    # YAML 1.1 reads a bare "off" as false.
+    if value in ("auto", "off", False):
+        return value == "auto"
+    raise ValueError("auto or off")
+
+
+def _duration_or_0(value: object) -> float:
+    if value is None or (not isinstance(value, bool) and value in (0, "0", "0s", *NO_LIMIT)):
+        return 0.0
+    return _duration(value, "a duration (30, 90s, 5m), or 0 for off")
+
+
+def _megabytes(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return float(value)
+    raise ValueError("a number of MiB, 0 or more")
+
+
+def _modules(value: object) -> list[str]:
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if names == [""] or names is None:
+        return []
+    if isinstance(names, list) and all(isinstance(name, str) and _is_module(name) for name in names):
+        return names
+    raise ValueError("names of modules, as in transformers,apex.optimizers")
+
+
+def _is_module(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
 _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "initial_rank_heartbeat_timeout": _limit,
     "rank_heartbeat_timeout": _limit,
@@ -171,9 +203,12 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "num_warmup_iterations": _count,
     "safety_factor": _factor,
     "calc_ft_timeouts": _switch,
-    "max_no_progress_cycles": _count,
-    "min_progress_iterations": _least,
-    "checkpoint_iteration_file": _path,
+    "gpu_memory_reclaim_timeout": _duration_or_0,
+    "gpu_memory_tolerance_mb": _megabytes,
+    "numa_bind": _auto_or_off,
+    "numa_bind_strict": _switch,
+    "install_exception_hook": _switch,
+    "preload": _modules,
 }
 assert set(_PARSERS) == {key.name for key in fields(FaultToleranceConfig)}
 
@@ -181,6 +216,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "workload_check_interval": "deadlines are timers, nothing is checked at intervals",
     "restart_check_interval": "restarts are not polled for",
     "skip_section_response": "no heartbeat or section waits for an answer",
+    "gpu_memory_poll_interval": "GPU memory is checked every 100 ms, and only while a restart waits for it",
 }
 """Keys of NVIDIA's extension that say how, not what; accepted, and without effect."""
 

@@ -3,8 +3,6 @@
 from nvrx_slurm.journal.events import (
     CheckpointLoaded,
     CheckpointSaved,
-    ControlRequested,
-    CycleScored,
     CycleStarted,
     Event,
     FaultDetected,
@@ -16,7 +14,6 @@ from nvrx_slurm.journal.events import (
     NodeExcluded,
     NodeJoined,
     NodeLost,
-    NodeSuspected,
     NotRequeued,
     Progress,
     RankReady,
@@ -42,8 +39,6 @@ from nvrx_slurm.journal.writer import JournalWriter
 __all__ = [
     "CheckpointLoaded",
     "CheckpointSaved",
-    "ControlRequested",
-    "CycleScored",
     "CycleStarted",
     "Event",
     "FaultDetected",
@@ -59,7 +54,6 @@ __all__ = [
     "NodeExcluded",
     "NodeJoined",
     "NodeLost",
-    "NodeSuspected",
     "NotRequeued",
     "Progress",
     "RankReady",

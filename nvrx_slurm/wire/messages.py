@@ -10,7 +10,8 @@ import enum
 
 import msgspec
 
-from nvrx_slurm.wire.rank_channel import CheckpointEvent, WorkloadAction
+from nvrx_slurm.wire.node_options import NodeOptions
+from nvrx_slurm.wire.rank_channel import CheckpointEvent
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
 PROTOCOL_VERSION = 1
@@ -74,6 +75,8 @@ class Joined(Message, frozen=True):
 
     slots: int
     """Ranks that this node runs."""
+    place: int | None = None
+    """Where the node wants to stand among nodes that are not known beforehand; the lowest is preferred."""
 
 
 class WorkersStarted(Message, frozen=True):
@@ -148,15 +151,6 @@ class CheckpointReport(Message, frozen=True):
     layer: str
 
 
-class ControlRequest(Message, frozen=True):
-    """A rank wants its node out of the job, or the job to end."""
-
-    cycle: int
-    rank: int
-    action: WorkloadAction
-    why: str
-
-
 class HangEvidence(Message, frozen=True):
     """What a hung rank was doing when it was about to be killed."""
 
@@ -215,7 +209,6 @@ AgentMessage = (
     | RanksStepping
     | StepReached
     | CheckpointReport
-    | ControlRequest
     | HangEvidence
     | TimeoutsCalculated
     | WorkersGone
@@ -238,6 +231,11 @@ class Welcome(Message, frozen=True):
     max_restarts: int
     stop_timeout_s: float
     """SIGTERM to SIGKILL."""
+    role: str = "default"
+    """torchrun's name for all ranks."""
+    virtual_local_rank: bool = False
+    """Each rank sees one GPU, as device 0, and is local rank 0."""
+    node: NodeOptions = NodeOptions()
 
 
 class Refused(Message, frozen=True):
@@ -261,6 +259,10 @@ class StopWorkers(Message, frozen=True):
     cycle: int
     hung: list[int]
     """Ranks to kill at once: they would not hear SIGTERM."""
+    signal: int = 15
+    """What the others get first."""
+    grace_s: float | None = None
+    """That signal to SIGKILL; None: as :class:`Welcome` said."""
 
 
 class Probe(Message, frozen=True):
@@ -277,6 +279,9 @@ class AskToStop(Message, frozen=True):
 
 class Shutdown(Message, frozen=True):
     """Stop the workers, send what is left of their output, and exit 0."""
+
+    code: int = 0
+    """The job's exit code."""
 
 
 CoordinatorMessage = Welcome | Refused | StartWorkers | StopWorkers | Probe | AskToStop | Shutdown

@@ -43,36 +43,18 @@ class Checkpoint(Request, frozen=True):
     layer: str
 
 
-class WorkloadAction(enum.IntEnum):
-    """What a rank can ask for; names and values are those of NVIDIA's extension."""
-
-    Continue = 0
-    """Nothing."""
-    ExcludeThisNode = 1
-    """All ranks restart without the rank's node, which the job does not use again."""
-    ShutdownWorkload = 2
-    """The job ends in good order, with exit code 0."""
-
-
-class Control(Request, frozen=True):
-    action: WorkloadAction
-    description: str
-
-
-MAX_DESCRIPTION = 500
-"""Characters."""
-
-
-def is_description(text: str) -> bool:
-    """Tell whether ``text`` can be shown on a terminal as it is."""
-    return len(text) <= MAX_DESCRIPTION and text.isprintable()
-
-
 class TimeoutsChanged(Request, frozen=True):
     """The rank enforces other time-outs from now on; they are on its page already."""
 
     heartbeat: HeartbeatTimeouts
     section: SectionTimeouts
+
+
+class ProgramFailed(Request, frozen=True):
+    """The main thread has failed; the process itself ends soon, or is kept by something."""
+
+    exit: int
+    """The code that it ends with, 1 to 255."""
 
 
 def is_step(value: object) -> bool:
@@ -92,7 +74,7 @@ def is_timeout(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value > 0)
 
 
-RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | Control | TimeoutsChanged
+RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | TimeoutsChanged | ProgramFailed
 
 encode_request = msgspec.json.Encoder().encode
 
@@ -102,12 +84,12 @@ def is_acceptable(request: RankRequest) -> bool:
     match request:
         case Checkpoint():
             return is_step(request.step) and is_layer(request.layer)
-        case Control():
-            return is_description(request.description)
         case TimeoutsChanged():
             heartbeat, section = request.heartbeat, request.section
             values = [heartbeat.initial, heartbeat.subsequent, section.out_of_section]
             return all(map(is_timeout, [*values, *section.section.values()]))
+        case ProgramFailed():
+            return 0 < request.exit < 256
         case _:
             return True
 

@@ -32,6 +32,9 @@ lost. A node whose kernel answers is lost at once. Shorter intervals would load 
 COORDINATOR_SILENCE_MS = (5000, 3500)
 """The same of an agent: a node that is cut off kills its ranks after 8.5 s."""
 
+STRANGER_SILENCE_MS = 15_000
+"""For so long a connection may do nothing; thousands of agents that come at once take turns for seconds."""
+
 
 def _keepalive(interval_and_timeout: tuple[int, int]) -> list[tuple[str, Any]]:
     interval, timeout = interval_and_timeout
@@ -59,6 +62,10 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_ping_strikes", 0),
     # Another server on this port would share our streams.
     ("grpc.so_reuseport", 0),
+    # Who connects and is no agent must not keep a descriptor: agents say at once who they are, and always
+    # have a stream open.
+    ("grpc.server_handshake_timeout_ms", STRANGER_SILENCE_MS),
+    ("grpc.max_connection_idle_ms", STRANGER_SILENCE_MS),
     # Above the default of 1,000, streams beyond it come back CANCELLED when all nodes join at once.
     ("grpc.server.max_pending_requests", 1_000_000),
     ("grpc.server.max_pending_requests_hard_limit", 1_000_000),

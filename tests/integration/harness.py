@@ -160,6 +160,10 @@ class LocalJob:
         if self._coordinator is not None and self._coordinator.poll() is None:
             self._coordinator.kill()
             self._coordinator.wait()
+        self.kill_processes()
+
+    def kill_processes(self) -> None:
+        """End every process of the job, by its identity."""
         for _ in range(50):
             left = self.processes()
             for process in left:

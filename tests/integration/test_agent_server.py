@@ -35,7 +35,7 @@ class Heard:
         self.events: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.outputs: list[tuple[str, msg.LogMessage]] = []
 
-    def joined(self, node: str, slots: int) -> None:
+    def joined(self, node: str, slots: int, place: int | None) -> None:
         self.events.put_nowait(("joined", node, slots))
 
     def unusable(self, node: str, why: str) -> None:
@@ -228,6 +228,22 @@ def test_who_does_not_go_is_not_waited_for_longer_than_asked() -> None:
         agent = await stage.agent("n1").join()
         await asyncio.wait_for(stage.server.shut_down(0.2), PATIENCE_S / 2)
         assert await agent.hear() == msg.Shutdown()
+
+    on_stage(play)
+
+
+def test_who_connects_and_says_nothing_is_cut_off_and_agents_are_not() -> None:
+    async def play(stage: Stage) -> None:
+        agent = await stage.agent("n1").join()
+        assert await stage.heard.next() == ("joined", "n1", 2)
+        strangers = [await asyncio.open_connection("127.0.0.1", stage.port) for _ in range(20)]
+        patience_s = rpc.STRANGER_SILENCE_MS / 1000 + PATIENCE_S
+        # Each is read to the end of its stream.
+        await asyncio.gather(*(asyncio.wait_for(reader.read(), patience_s) for reader, _ in strangers))
+        for _, writer in strangers:
+            writer.close()
+        await agent.say(msg.WorkersGone(cycle=0))
+        assert await stage.heard.next() == ("message", "n1", msg.WorkersGone(cycle=0))
 
     on_stage(play)
 

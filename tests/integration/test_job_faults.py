@@ -424,6 +424,60 @@ def test_a_dead_guardian_takes_its_node_along_in_good_order(job: Jobs) -> None:
     assert run.nothing_is_left()
 
 
+KEPT_BY_A_THREAD = """
+import threading
+
+if cycle == 0 and rank == 1:
+    threading.Thread(target=wait_for, args=["never"]).start()
+    write("failed", time.time())
+    {ends}
+print("fine")
+if cycle == 0:
+    wait_for("never")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"), [("raise RuntimeError('the cause')", 1), ("sys.exit(7)", 7)], ids=["exception", "exit"]
+)
+def test_a_rank_whose_main_thread_failed_but_that_lives_on_is_a_fault(
+    job: Jobs, ends: str, code: int
+) -> None:
+    run = job(RANK + KEPT_BY_A_THREAD.format(ends=ends))
+    assert run.run() == 0
+    fault = next(record for record in run.records if isinstance(record.event, journal.FaultDetected))
+    event = fault.event
+    assert isinstance(event, journal.FaultDetected)
+    assert (event.kind, event.rank, event.exit) == (journal.FaultKind.EXIT, 1, code)
+    assert "its main thread has failed, but threads or exit handlers keep its process" in event.detail
+    assert fault.ts - float(run.wait_for_file("failed")) < 2
+    assert run.log("rank_1", cycle=1) == "fine\n"
+    assert run.nothing_is_left()
+
+
+def test_with_the_exception_hook_a_failed_rank_is_gone_after_its_traceback(job: Jobs) -> None:
+    failing = KEPT_BY_A_THREAD.format(ends="raise RuntimeError('the cause')")
+    run = job(RANK + failing, "--ft-install-exception-hook", "true")
+    assert run.run() == 0
+    (fault,) = run.events(journal.FaultDetected)
+    assert (fault.rank, fault.exit) == (1, 1)
+    assert "lives on" not in fault.detail
+    assert "keep its process" not in fault.detail
+    assert run.log("rank_1").endswith("RuntimeError: the cause\n")
+
+
+def test_a_worker_server_that_is_stopped_is_continued(job: Jobs) -> None:
+    run = job(RANK + 'wait_for("end") if cycle == 0 and rank == 0 else None').start()
+    run.rank(0)
+    server = run.named("nvrx-warm")
+    server.suspend()
+    until("the server goes on", lambda: server.status() != psutil.STATUS_STOPPED)
+    run.rank(0).kill()
+    assert run.wait() == 0
+    assert "somebody has stopped the worker server: continued" in run.stderr
+    assert [fault.signal for fault in run.events(journal.FaultDetected)] == ["SIGKILL"]
+
+
 @pytest.mark.parametrize("warm", ["on", "off"])
 def test_a_dead_worker_server_is_replaced_on_the_same_node(job: Jobs, warm: str) -> None:
     script = BREEDS + WAITS.replace("while True", "while not cycle")

@@ -292,6 +292,49 @@ def test_a_preloaded_module_with_threads_makes_ranks_start_afresh(job: Jobs) -> 
     assert run.log("rank_0") == "fine\n"
 
 
+LEAVES_A_THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+INITIALISES_CUDA = "import torch\ntorch.cuda.is_initialized = lambda: True\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "why_cold"),
+    [
+        ("", ""),
+        (LEAVES_A_THREAD, "--preload mine.part: the preloaded modules left 1 threads running"),
+        (INITIALISES_CUDA, "--preload mine.part: a preloaded module initialised CUDA"),
+        ("import nowhere", "--preload mine.part: ModuleNotFoundError(\"No module named 'nowhere'\")"),
+    ],
+)
+def test_ranks_begin_with_the_modules_to_preload_unless_one_spoils_the_fork(
+    job: Jobs, module: str, why_cold: str
+) -> None:
+    script = "import sys; print(f\"{'mine.part' in sys.modules} {'mine.other' in sys.modules}\")"
+    run = job(script, "--preload", "mine.part, mine.other", ranks=1)
+    package = run.root / "modules" / "mine"
+    package.mkdir(parents=True)
+    for name, text in {"__init__": "", "part": module, "other": ""}.items():
+        (package / f"{name}.py").write_text(text)
+    run.environment_of_agents(PYTHONPATH=f"{run.stub_torch}:{package.parent}")
+    assert run.run() == 0
+    (started,) = run.events(journal.WorkersStarted)
+    assert (started.warm, started.why_cold) == (not why_cold, why_cold)
+    assert run.log("rank_0") == ("False False\n" if why_cold else "True True\n")
+
+
+def test_an_order_to_start_ranks_may_be_longer_than_a_packet(job: Jobs) -> None:
+    """64 sections with the longest names, and 200 KiB of arguments."""
+    arguments = [f"{number:04d}" * 64 for number in range(800)]
+    sections = ",".join(f"{'s' * 62}{number}:60" for number in range(10, 64))
+    run = job(
+        RANK + "print(len(sys.argv), sys.argv[-1][:4])",
+        *("--section-timeouts", sections),
+        ranks=4,
+        arguments=arguments,
+    )
+    assert run.run() == 0, run.stderr
+    assert run.log("rank_3") == "801 0799\n"
+
+
 @pytest.mark.parametrize("warm", ["on", "off"])
 def test_a_module_runs_as_with_python_m(job: Jobs, warm: str) -> None:
     options = ("--warm-start", warm, "--max-restarts", "0", "--module")

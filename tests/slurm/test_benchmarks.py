@@ -50,3 +50,20 @@ def test_the_quick_recovery_benchmark_ends_in_time_with_our_recovery_in_it() -> 
     assert ours["total"]["p50"] < 20
     assert not (BASE / f"bench-{benchmark.pid}").exists()
     assert took < QUICK_S + 5, err  # a busy machine may be slow in taking the cluster down
+
+
+@pytest.mark.timeout(300)
+def test_a_short_soak_finds_nothing_that_leaks_and_the_loss_curve_as_it_should_be() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "soak.py"), "--quick", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as benchmark:
+        out, err = benchmark.communicate(timeout=280)
+
+    assert benchmark.returncode == 0, err
+    rows = {(row["case"], row["metric"]): row for row in json.loads(out)["rows"]}
+    recovered = rows["all", "recovered"]
+    assert recovered["p50"] == recovered["n"] > 1
+    assert not (BASE / f"soak-{benchmark.pid}").exists()

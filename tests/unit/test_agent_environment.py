@@ -9,6 +9,7 @@ import pytest
 
 from nvrx_slurm.agent.environment import (
     SlotsError,
+    cycle_environment,
     rank_environment,
     resolve_slots,
     server_environment,
@@ -67,7 +68,10 @@ def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
 
 
 def test_a_rank_finds_what_torchrun_would_set() -> None:
-    environment = rank_environment(START, 1, Path("/dev/shm/x/page"), Path("/dev/shm/x/sock"))
+    environment = {
+        **cycle_environment(START, Path("/dev/shm/x/sock")),
+        **rank_environment(START, 1, Path("/dev/shm/x/page")),
+    }
     expected = {
         "RANK": "3",
         "LOCAL_RANK": "1",
@@ -79,6 +83,7 @@ def test_a_rank_finds_what_torchrun_would_set() -> None:
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
         "TORCHELASTIC_RESTART_COUNT": "4",
+        "TORCHELASTIC_ERROR_FILE": "/dev/shm/x/page.error.json",
     }
     assert {name: environment[name] for name in expected} == expected
     assert all(name in expected or name.startswith("NVRX_") for name in environment)

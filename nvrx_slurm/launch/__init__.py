@@ -1,0 +1,1 @@
+"""Start a job without Slurm: what ``nvrx-launch`` does on each node, with torchrun's way of meeting."""

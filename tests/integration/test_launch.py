@@ -1,0 +1,414 @@
+"""``nvrx-launch`` with real processes: faults, nodes, secrets, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from harness import RANK, until
+from launchers import LaunchedJob, free_port, launched_jobs
+
+from nvrx_slurm import journal
+from nvrx_slurm.journal import FaultKind
+
+Jobs = partial[LaunchedJob]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Jobs]:
+    with launched_jobs(tmp_path) as make:
+        yield make
+
+
+COLD = ("--warm-start", "off")
+
+
+def meeting(nnodes: str, port: int | None = None, run_id: str = "one") -> tuple[str, ...]:
+    """The options of launchers that meet on this machine."""
+    endpoint = f"127.0.0.1:{port or free_port()}"
+    return (
+        *COLD,
+        "--nnodes",
+        nnodes,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        run_id,
+        "--rdzv-endpoint",
+        endpoint,
+    )
+
+
+WAITS_ONCE = (
+    RANK
+    + """
+write(f"ready{rank}.{cycle}", os.getpid())
+if cycle == 0:
+    wait_for("go_on")
+print(f"rank {rank} is done", flush=True)
+"""
+)
+
+
+# --- one node ----------------------------------------------------------------------------------------
+
+
+def test_a_crash_costs_one_restart_and_the_job_ends_well(launched: Jobs) -> None:
+    script = (
+        RANK
+        + """
+if cycle == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if cycle == 0:
+    time.sleep(60)
+print("done", cycle, flush=True)
+"""
+    )
+    job = launched(script, "--standalone", *COLD, "--nproc_per_node=2", "--max_restarts=1").launch()
+    assert job.code() == 0, job.stderr
+    (fault,) = job.events(journal.FaultDetected)
+    assert (fault.kind, fault.rank, fault.signal) == (FaultKind.SIGNAL, 1, "SIGKILL")
+    assert job.shown() == "done 1\n" * 2
+    assert job.log("rank_0", cycle=1) == job.log("rank_1", cycle=1) == "done 1\n"
+    assert job.nothing_is_left()
+
+
+def test_a_hang_is_found_and_healed(launched: Jobs) -> None:
+    script = (
+        RANK
+        + """
+from nvrx_slurm.fault_tolerance import RankMonitorClient
+client = RankMonitorClient()
+client.init_workload_monitoring()
+client.send_heartbeat(step=1)
+if cycle == 0 and rank == 1:
+    time.sleep(600)
+while cycle == 0:
+    client.send_heartbeat(step=2)
+    time.sleep(0.05)
+client.shutdown_workload_monitoring()
+"""
+    )
+    options = ("--standalone", *COLD, "--nproc-per-node", "2", "--max-restarts", "1")
+    job = launched(script, *options, "--ft-rank-heartbeat-timeout", "2").launch()
+    assert job.code() == 0, job.stderr
+    (fault,) = job.events(journal.FaultDetected)
+    assert (fault.kind, fault.rank) == (FaultKind.HANG, 1)
+    assert job.nothing_is_left()
+
+
+def test_without_restarts_the_first_fault_ends_the_job_as_with_torchrun(launched: Jobs) -> None:
+    job = launched("import sys\nsys.exit(3)", "--standalone", *COLD).launch()
+    assert job.code() == 1
+    assert [verdict.action for verdict in job.events(journal.Verdict)] == [journal.VerdictAction.STOP]
+
+
+def test_what_torch_records_of_an_error_is_told_as_the_faults_detail(launched: Jobs) -> None:
+    script = """
+    import json, os, sys
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:  # as torch's record does
+        json.dump({"message": {"message": "ValueError: NaN in the loss", "extraInfo": {}}}, file)
+    sys.exit(1)
+    """
+    job = launched(script, "--standalone", *COLD).launch()
+    assert job.code() == 1
+    (fault,) = job.events(journal.FaultDetected)
+    assert fault.detail == "ValueError: NaN in the loss"
+    assert "ValueError: NaN in the loss" in job.said()
+
+
+def test_output_is_shown_as_torchrun_shows_it(launched: Jobs) -> None:
+    script = "import os\nprint('to rank', os.environ['RANK'])"
+    ranks = ("--standalone", *COLD, "--nproc-per-node", "2")
+    tee = launched(script, *ranks, "-t", "0:3", "-r", "3", "--role", "trainer").launch()
+    assert tee.code() == 0
+    assert tee.shown() == "[trainer0]:to rank 0\n"
+    some = launched(script, *ranks, "--local_ranks_filter", "1").launch()
+    assert some.code() == 0
+    assert some.shown() == "to rank 1\n"
+    assert [some.log("rank_0"), some.log("rank_1")] == ["to rank 0\n", "to rank 1\n"]
+
+
+# --- several nodes -----------------------------------------------------------------------------------
+
+
+def test_a_launcher_that_is_killed_with_its_ranks_is_replaced_by_the_spare(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("2:3"), "--max-restarts", "3").launch_all("n1", "n2", "n3")
+    started = job.wait_for(journal.CycleStarted)
+    assert (started.world_size, len(started.spares)) == (2, 1)
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    # The Coordinator's host is 127.0.0.1: another of the active ones goes.
+    victim = next(node for node in ("n2", "n3") if node in started.nodes)
+    job.kill_node(victim)
+    again = job.wait_for(journal.CycleStarted, 2)
+    assert victim not in again.nodes
+    assert set(again.nodes) == {"127.0.0.1", "n2", "n3"} - {victim}
+    codes = job.codes()
+    assert codes.pop(victim) == -signal.SIGKILL
+    assert set(codes.values()) == {0}, job.stderr
+    until("all has ended", lambda: not job.processes())
+
+
+def test_a_launcher_alone_that_is_killed_takes_its_ranks_with_it(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("1:2"), "--max-restarts", "3").launch_all("n1", "n2")
+    job.wait_for_file("ready0.0")
+    (active,) = job.wait_for(journal.CycleStarted).nodes
+    victim = "n1" if active == "127.0.0.1" else active
+    other = {"n1": "n2", "n2": "n1"}[victim]
+    job.launchers[victim].kill()
+    # Where it was the Coordinator's launcher too, that one goes on.
+    job.wait_for(journal.CycleStarted, 2)
+    assert job.code(other) == 0, job.stderr
+    assert job.nothing_is_left()
+
+
+def test_when_the_coordinators_host_is_lost_the_others_fail_and_leave_nothing(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("2:3")).launch_all("n1", "n2", "n3")
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    job.kill_node("n1")
+    codes = job.codes()
+    assert (codes["n2"], codes["n3"]) == (1, 1)
+    until("all has ended", lambda: not job.processes())
+
+
+def test_every_launcher_returns_the_jobs_code_spares_included(launched: Jobs) -> None:
+    script = RANK + "sys.exit(rank)\n"
+    job = launched(script, *meeting("2:3")).launch_all("n1", "n2", "n3")
+    assert job.codes() == {"n1": 1, "n2": 1, "n3": 1}
+    job = launched("pass", *meeting("2:3")).launch_all("n1", "n2", "n3")
+    assert job.codes() == {"n1": 0, "n2": 0, "n3": 0}
+
+
+def test_too_few_nodes_end_every_launcher_with_75(launched: Jobs) -> None:
+    job = launched("pass", *meeting("3"), "--rdzv-conf", "join_timeout=2").launch_all("n1", "n2")
+    assert job.codes() == {"n1": 75, "n2": 75}
+    (why,) = job.events(journal.NotRequeued)
+    assert why.why == "nvrx-launch starts no job again: whoever started this one can do so"
+
+
+def test_a_node_that_cannot_take_part_fails_the_job_for_all(launched: Jobs) -> None:
+    # One launcher of the peer that fails so closes the job for all as finished well.
+    job = launched("pass", *meeting("2:3"))
+    job.launch("n1", "--rdzv-conf", "is_host=1")
+    job.launch("n2", "--rdzv-conf", "is_host=0", "--role", "other")
+    assert job.codes() == {"n1": 2, "n2": 2}
+    assert "--role is other here and default where the job is coordinated" in job.said("n2")
+
+
+def test_nodes_have_the_ranks_that_node_rank_says(launched: Jobs) -> None:
+    script = RANK + "write(os.environ['TEST_NODE'], os.environ['GROUP_RANK'])"
+    options = (*COLD, "--nnodes", "3", "--master-port", str(free_port()))
+    job = launched(script, *options)
+    for number, node in enumerate(("n1", "n2", "n3")):
+        job.launch(node, "--node-rank", str(number))
+    assert set(job.codes().values()) == {0}, job.stderr
+    assert [(job.root / node).read_text() for node in ("n1", "n2", "n3")] == ["0", "1", "2"]
+
+
+def test_two_launchers_of_one_name_are_two_nodes(launched: Jobs) -> None:
+    job = launched("pass", *meeting("2"))
+    job.launch("n1", "--local-addr", "127.0.0.1").launch("n2", "--local-addr", "127.0.0.1")
+    assert set(job.codes().values()) == {0}, job.stderr
+    assert set(job.events(journal.CycleStarted)[0].nodes) == {"127.0.0.1", "127.0.0.1-2"}
+
+
+# --- who may join ------------------------------------------------------------------------------------
+
+
+def test_the_token_is_the_users_alone_and_in_no_command_line(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("2")).launch_all("n1", "n2")
+    job.wait_for_file("ready0.0")
+    path = job.run_dir / "token"
+    assert path.stat().st_mode & 0o777 == 0o600
+    token = path.read_text().strip()
+    for process in job.processes():
+        assert token not in " ".join(process.cmdline())
+        assert token not in process.environ().values()
+    job.touch("go_on")
+    assert set(job.codes().values()) == {0}
+
+
+def test_who_has_another_token_is_not_taken(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("1:2")).launch("n1")
+    job.wait_for_file("ready0.0")
+    wrong = job.root / "wrong"
+    wrong.write_text("x" * 43)
+    wrong.chmod(0o600)
+    job.launch("n2", "--token-file", str(wrong))
+    assert job.code("n2") == 1
+    assert "not an agent of this job" in job.said("n2")
+    job.touch("go_on")
+    assert job.code("n1") == 0
+
+
+def test_who_means_another_job_is_not_taken(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("1:2")).launch("n1")
+    job.wait_for_file("ready0.0")
+    job.launch("n2", "--rdzv-id", "two")
+    assert job.code("n2") == 1
+    assert "this is one (protocol 1), not two" in job.said("n2")
+    job.touch("go_on")
+    assert job.code("n1") == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"), [(0o644, "is open to others (mode 0644)"), (0o600, "holds no token")]
+)
+def test_a_token_file_that_cannot_be_trusted_is_refused(launched: Jobs, mode: int, says: str) -> None:
+    job = launched("pass", *meeting("1:2"), "--token-file", "secret")
+    (job.root / "secret").write_text("short")
+    (job.root / "secret").chmod(mode)
+    assert job.launch().code() == 2
+    assert says in " ".join(job.said().split())
+
+
+def test_a_token_that_never_comes_is_said_in_one_sentence(launched: Jobs) -> None:
+    job = launched("pass", *meeting("2"))
+    assert job.launch("n1", "--rdzv-conf", "is_host=0,store_connect_wait_seconds=0.5").code() == 2
+    assert "did not appear within 0.5 s" in " ".join(job.said().split())
+
+
+# --- ports -------------------------------------------------------------------------------------------
+
+
+def test_two_jobs_run_beside_each_other(launched: Jobs) -> None:
+    jobs = [launched(WAITS_ONCE, *meeting("2", run_id=name)).launch_all("n1", "n2") for name in ("a", "b")]
+    for job in jobs:
+        job.wait_for_file("ready1.0")
+        job.touch("go_on")
+    for job in jobs:
+        assert set(job.codes().values()) == {0}, job.stderr
+
+
+def test_a_port_in_use_is_said_in_one_sentence(launched: Jobs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        job = launched("pass", *meeting("1", port=port)).launch()
+        assert job.code() == 2
+    said = " ".join(job.said().split())
+    assert (
+        f"cannot listen on 127.0.0.1:{port}: it is in use, or not of this host; choose another port" in said
+    )
+    assert "Traceback" not in said
+    assert job.nothing_is_left()
+
+
+def test_a_second_host_of_one_port_is_told_of_the_first(launched: Jobs) -> None:
+    port = free_port()
+    first = launched(WAITS_ONCE, *meeting("1", port=port)).launch()
+    first.wait_for_file("ready0.0")
+    second = launched("pass", *meeting("1", port=port, run_id="two"), "--rdzv-conf", "is_host=1").launch()
+    assert second.code() == 2
+    assert f"another nvrx-launch of this host coordinates on port {port} already" in second.said()
+    first.touch("go_on")
+    assert first.code() == 0
+
+
+# --- signals -----------------------------------------------------------------------------------------
+
+SAVES = (
+    RANK
+    + """
+def save(received, frame):
+    write(f"got{rank}", received)
+    wait_for("saved")
+    print("saved", flush=True)
+    sys.exit(0)
+
+for sig in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(sig, save)
+write(f"ready{rank}.{cycle}")
+while True:
+    time.sleep(0.1)
+"""
+)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_ranks_which_may_save_for_longer_than_a_restart_lets_them(
+    launched: Jobs, sig: signal.Signals
+) -> None:
+    options = ("--standalone", *COLD, "--nproc-per-node", "2", "--workers-stop-timeout", "0.1")
+    job = launched(SAVES, *options).launch()
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    job.launchers["n1"].send_signal(sig)
+    assert [job.wait_for_file(f"got{rank}") for rank in (0, 1)] == [str(int(sig))] * 2
+    job.touch("saved")
+    assert job.code() == 128 + sig
+    assert job.log("rank_0") == job.log("rank_1") == "saved\n"
+    assert job.nothing_is_left()
+
+
+def test_the_grace_of_a_signal_has_an_end(launched: Jobs) -> None:
+    job = launched(SAVES, "--standalone", *COLD, "--term-timeout", "0.5").launch()
+    job.wait_for_file("ready0.0")
+    job.launchers["n1"].send_signal(signal.SIGTERM)
+    assert job.code() == 143
+    assert job.log("rank_0") == ""
+    assert job.nothing_is_left()
+
+
+def test_a_second_signal_does_not_wait(launched: Jobs) -> None:
+    job = launched(SAVES, "--standalone", *COLD).launch()
+    job.wait_for_file("ready0.0")
+    job.launchers["n1"].send_signal(signal.SIGTERM)
+    job.wait_for_file("got0")
+    job.launchers["n1"].send_signal(signal.SIGTERM)
+    assert job.code() == 143
+    assert job.nothing_is_left()
+
+
+def test_a_node_that_is_asked_to_go_lets_its_ranks_save_and_a_spare_takes_its_place(launched: Jobs) -> None:
+    script = SAVES.replace("while True:", "while cycle == 0:")
+    job = launched(script, *meeting("2:3"), "--max-restarts", "1").launch_all("n1", "n2", "n3")
+    started = job.wait_for(journal.CycleStarted)
+    victim = next(node for node in ("n2", "n3") if node in started.nodes)
+    rank = started.nodes.index(victim)
+    for each in (0, 1):
+        job.wait_for_file(f"ready{each}.0")
+    job.launchers[victim].send_signal(signal.SIGTERM)
+    job.wait_for_file(f"got{rank}")
+    job.touch("saved")
+    codes = job.codes()
+    assert codes.pop(victim) == 143
+    assert set(codes.values()) == {0}, job.stderr
+
+
+def test_sigusr2_asks_the_ranks_of_all_nodes_to_save(launched: Jobs) -> None:
+    script = (
+        RANK
+        + """
+from nvrx_slurm.fault_tolerance import RankMonitorClient
+client = RankMonitorClient()
+client.init_workload_monitoring()
+write(f"ready{rank}.{cycle}")
+while not client.should_stop():
+    time.sleep(0.05)
+"""
+    )
+    job = launched(script, *meeting("2")).launch_all("n1", "n2")
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    for node in ("n2", "n1"):
+        job.launchers[node].send_signal(signal.SIGUSR2)
+    assert job.codes() == {"n1": 75, "n2": 75}
+
+
+def test_a_node_waits_for_a_coordinator_that_starts_later_and_a_signal_ends_the_wait(launched: Jobs) -> None:
+    job = launched("pass", *meeting("1:2"), "--token-file", "secret")
+    (job.root / "secret").write_text("x" * 43)
+    (job.root / "secret").chmod(0o600)
+    job.launch("n2", "--rdzv-conf", "is_host=0")
+    job.named("nvrx-agent", "n2")
+    os.kill(job.launchers["n2"].pid, signal.SIGTERM)
+    assert job.code("n2") == 143
+    assert job.nothing_is_left()
