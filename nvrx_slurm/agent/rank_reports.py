@@ -55,6 +55,17 @@ class RankReports:
                         layer=request.layer,
                     ),
                 )
+            case rank_channel.Control():
+                self._throttle.say(
+                    request.rank,
+                    request.action,
+                    msg.ControlRequest(
+                        cycle=cycle.cycle,
+                        rank=request.rank,
+                        action=request.action,
+                        why=request.description,
+                    ),
+                )
             case rank_channel.TimeoutsChanged():
                 self._timeouts_changed(cycle, request)
             case rank_channel.ProgramFailed():

@@ -42,7 +42,7 @@ class Throttle:
         if rank not in self._warned:
             self._warned.add(rank)
             _log.warning(
-                "rank %d reports more than %d checkpoints or time-outs in %g s: the last of a burst is kept",
+                "rank %d sends more than %d checkpoints, requests or time-outs in %g s: the last is kept",
                 rank,
                 MAX_PER_INTERVAL,
                 INTERVAL_S,

@@ -28,6 +28,9 @@ _KEYS = {
     "numa_bind_strict": "numa_bind_strict",
     "install_exception_hook": "install_exception_hook",
     "preload": "preload",
+    "max_no_progress_cycles": "max_no_progress_cycles",
+    "min_progress_iterations": "min_progress_iterations",
+    "checkpoint_iteration_file": "checkpoint_iteration_file",
 }
 """Parameter to key of the configuration."""
 
@@ -124,6 +127,24 @@ _OPTIONS = [
         type=_ON_OFF,
         metavar="on|off",
         help="With --numa-bind: memory comes from that NUMA node only; off: from there first.  [default: on]",
+    ),
+    click.option(
+        "--max-no-progress-cycles",
+        "--ft-max-no-progress-cycles",
+        type=click.IntRange(min=0),
+        help="Cycles in a row without a higher step, after which the job ends; 0: no bound.  [default: 3]",
+    ),
+    click.option(
+        "--min-progress-iterations",
+        "--ft-min-progress-iterations",
+        type=click.IntRange(min=1),
+        help="How much the highest step must grow in a cycle to be progress.  [default: 1]",
+    ),
+    click.option(
+        "--checkpoint-iteration-file",
+        "--ft-checkpoint-iteration-file",
+        type=click.Path(path_type=Path),
+        help="File with one integer, the newest checkpoint's step, where ranks do not report checkpoints.",
     ),
     click.option(
         "--ft-config",

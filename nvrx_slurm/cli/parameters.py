@@ -8,18 +8,24 @@ from nvrx_slurm.durations import parse_duration, parse_limit
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
-    """Seconds, written ``90``, ``90s``, ``5m`` or ``1.5h``; with ``or_none``, ``none`` means no limit."""
+    """Seconds, written ``90``, ``90s``, ``5m`` or ``1.5h``; with ``or_none``, ``none`` means no limit.
+
+    With ``or_zero``, ``0`` is accepted, too.
+    """
 
     name = "duration"
 
-    def __init__(self, *, or_none: bool = False) -> None:
+    def __init__(self, *, or_none: bool = False, or_zero: bool = False) -> None:
         self._or_none = or_none
+        self._or_zero = or_zero
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | None:
         if isinstance(value, int | float):
             return float(value)
+        if self._or_zero and str(value).strip() == "0":
+            return 0.0
         try:
             return parse_limit(str(value)) if self._or_none else parse_duration(str(value))
         except ValueError as error:

@@ -12,8 +12,10 @@ import click
 from click.core import ParameterSource
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
+from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Duration
 from nvrx_slurm.cli.program import check_nproc, find_program
+from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
@@ -79,6 +81,14 @@ def _agent_command() -> str:
     help="Restarts of all ranks within this allocation; after them the job fails.",
 )
 @fault_tolerance_options
+@limit_options
+@click.option(
+    "--time-limit-margin",
+    type=Duration(or_zero=True),
+    default="120s",
+    show_default=True,
+    help="How long before the job's time limit ranks are asked to save and stop; 0: not at all.",
+)
 @click.option(
     "--workers-stop-timeout",
     type=Duration(),
@@ -121,18 +131,22 @@ def main(
     script: str,
     args: tuple[str, ...],
     fault_tolerance: FaultToleranceConfig,
+    limits: Limits,
+    time_limit_margin: float,
 ) -> None:
     """Train SCRIPT on every node of this Slurm job, and go on when a rank or a node fails.
 
     Ranks get the environment that torchrun sets. A killed, crashed or hung rank restarts all ranks in the
     same allocation; a lost node is replaced by a spare. Everything after SCRIPT belongs to it.
 
-    Exit codes: 0 all ranks succeeded; 1 failed, restarts used up; 2 wrong usage; 75 too few nodes or asked to
-    stop: requeue the job; 128 + N stopped by signal N.
+    Exit codes: 0 all ranks succeeded, or one shut the workload down; 1 failed, restarts used up; 2 wrong
+    usage; 75 too few nodes or asked to stop: requeue the job; 93 no progress: do not restart; 128 + N stopped
+    by signal N.
     """
     from nvrx_slurm.coordinator.address import NoAddressError, address_toward
     from nvrx_slurm.coordinator.cycle import Policy
     from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
+    from nvrx_slurm.coordinator.past import past_of_job
     from nvrx_slurm.coordinator.preparation import claim_own, first_cycle, preferred_order
     from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
     from nvrx_slurm.coordinator.terminal import open_standard_streams
@@ -203,6 +217,7 @@ def main(
     try:
         address = address_toward(others, client.node_address)
         cycle = first_cycle(directory)
+        past = past_of_job(directory.journal, job.job_id, job.restart_count, [target, *args])
         monitoring = fault_tolerance.monitoring()
         if fault_tolerance.calc_ft_timeouts:
             monitoring = load_ft_state(directory.ft_state, monitoring)
@@ -223,6 +238,9 @@ def main(
             active_nodes=len(nodes) - spares,
             max_restarts=max_restarts,
             first_cycle=cycle,
+            limits=limits,
+            past=past,
+            has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
             stop_timeout_s=workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
         ),
         welcome=msg.Welcome(
@@ -241,6 +259,9 @@ def main(
         slurm=client,
         step_argv=step.argv(),
         step_environ=scrubbed_environment(os.environ),
+        iteration_file=fault_tolerance.checkpoint_iteration_file,
+        ends=in_slurm.ends,
+        time_limit_margin_s=time_limit_margin,
     )
     try:
         code = run_job(spec)

@@ -24,7 +24,8 @@ class Blame:
 def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
     """Return the fault of a cycle that explains the others; among equals the first that was seen.
 
-    A lost node explains everything; a signal that a cascade does not send explains exceptions on other ranks.
+    A lost node, and one that a rank wants out, explains everything; a signal that a cascade does not send
+    explains exceptions on other ranks.
 
     Raises:
         ValueError: no faults.
@@ -34,6 +35,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
     fault = min(faults, key=_order)
     rule = {
         FaultKind.NODE_LOST: "node-lost",
+        FaultKind.REQUEST: "asked-for",
         FaultKind.HANG: "hang",
         FaultKind.OOM: "out-of-memory",
         FaultKind.SIGNAL: "killed-by-signal",
@@ -45,7 +47,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
 
 def _order(fault: FaultDetected) -> int:
     match fault.kind:
-        case FaultKind.NODE_LOST:
+        case FaultKind.NODE_LOST | FaultKind.REQUEST:
             return 0
         case FaultKind.HANG:
             return 1
@@ -57,6 +59,22 @@ def _order(fault: FaultDetected) -> int:
             return 3
         case _:
             return 4
+
+
+def may_be_the_nodes(fault: FaultDetected) -> bool:
+    """Tell whether a bad node can have caused ``fault``, which was held to be the cause of its cycle's end.
+
+    Never what a script does by itself or another rank's end brings about: an exit code, an abort, no memory.
+    """
+    match fault.kind:
+        case FaultKind.NODE_LOST | FaultKind.HANG:
+            return True
+        case FaultKind.SIGNAL:
+            return fault.signal not in _CASCADE_SIGNALS
+        case FaultKind.START:
+            return fault.detector == "start"
+        case _:
+            return False
 
 
 def describe(fault: FaultDetected) -> str:
@@ -75,6 +93,8 @@ def describe(fault: FaultDetected) -> str:
             text = f"{where} could not start"
         case FaultKind.EXIT:
             text = f"{where} exited with {fault.exit}"
+        case FaultKind.REQUEST:
+            text = f"{where} asked to exclude its node"
     return f"{text} ({fault.detail})" if fault.detail else text
 
 

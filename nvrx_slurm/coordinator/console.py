@@ -28,10 +28,19 @@ def line_for(record: Record) -> str | None:
             return f"node {event.node} is gone: {event.why}"
         case journal.NodeExcluded() as event:
             return f"node {event.node} is excluded: {event.reason}"
+        case journal.NodeSuspected() as event:
+            return f"node {event.node} has had {event.faults} faults of its own and stays: {event.why}"
+        case journal.ControlRequested() as event:
+            why = event.why or "no reason given"
+            return f"REQUEST: rank {event.rank} on {event.node} asks for {event.action}: {why}"
+        case journal.CycleScored(progressed=None):
+            return "no rank tells its step (send_heartbeat(step=...)): whether there is progress is unknown"
+        case journal.CycleScored(progressed=False) as event:
+            return f"cycle {record.cycle}: no progress, {event.in_a_row} in a row"
         case journal.WorkersStopped() as event:
             return f"cycle {record.cycle}: all workers stopped in {event.seconds:.3f} s"
         case journal.StopRequested() as event:
-            return f"received {event.signal}"
+            return f"received {event.signal}" if event.signal else f"asked to stop: {event.why}"
         case journal.Verdict() as event:
             return f"verdict: {event.action.value}: {event.why}"
         case journal.Requeued() as event:

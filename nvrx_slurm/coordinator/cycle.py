@@ -17,22 +17,30 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator.blame import Blame, find_culprit
+from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
+from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.membership import Membership
+from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits, Past
+from nvrx_slurm.coordinator.progress import Signs, highest
 from nvrx_slurm.coordinator.running_cycle import RunningCycle, exit_fault
 from nvrx_slurm.coordinator.steps import (
     Arm,
     AskRanksToStop,
+    CheckpointLoaded,
+    CheckpointSaved,
     Command,
     ConsultSlurm,
+    ControlRequested,
     Disarm,
     Disconnect,
     DrainRequested,
     End,
     Event,
+    IterationRead,
     NodeJoined,
     NodeLeaving,
     NodeLost,
@@ -43,11 +51,13 @@ from nvrx_slurm.coordinator.steps import (
     ProbeNodes,
     RankExited,
     RankStalled,
+    ReadIteration,
     SlurmAnswered,
     SnapshotsTaken,
     StartCycle,
     StartFailed,
     StepEnded,
+    StepReached,
     StopCycle,
     StopRequested,
     StoreLost,
@@ -55,7 +65,9 @@ from nvrx_slurm.coordinator.steps import (
     TimerFired,
     Write,
 )
+from nvrx_slurm.coordinator.suspects import Suspects
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
+from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -74,6 +86,10 @@ class Policy:
     first_cycle: int = 0
     max_unknown_nodes: int = 0
     """How many nodes may join that are not known beforehand."""
+    limits: Limits = field(default_factory=Limits)
+    past: Past = field(default_factory=Past)
+    has_iteration_file: bool = False
+    """The training writes its newest checkpoint's step to a file."""
     join_timeout_s: float = 300.0
     """Too few nodes, some never heard of: how long to wait for those."""
     form_grace_s: float = 2.0
@@ -92,6 +108,16 @@ class Policy:
     def max_nodes(self) -> int:
         """Active nodes and spares."""
         return len(self.nodes) + self.max_unknown_nodes
+
+
+@dataclass(frozen=True)
+class UnscoredCycle:
+    """What is known of a cycle that has ended, but for what the checkpoint-iteration file says."""
+
+    number: int
+    signs: Signs
+    culprit: FaultDetected
+    seconds: float
 
 
 class Phase(enum.Enum):
@@ -120,14 +146,19 @@ class CycleMachine:
         self.policy = policy
         self.phase = Phase.FORMING
         self.cycle = policy.first_cycle
-        self.restarts = 0
         self.members = Membership(policy.nodes, policy.max_unknown_nodes)
+        self.budget = Budget(policy.max_restarts, policy.limits, replace(policy.past.progress))
+        self._suspects = Suspects(policy.limits.exclude_after, policy.past.faults)
+        self._fruits = Fruits()
         self._current = RunningCycle()
         self._grace_over = False
         self._ending: End | None = None
         self._draining = False
+        self._signalled = False
+        self._awaits_slurm = False
         self._left_by_signal = False
         self._for_lack_of_nodes: tuple[End, Blame | None] | None = None
+        self._unscored: UnscoredCycle | None = None
         self._commands: list[Command] = []
         self._now = 0.0
 
@@ -151,9 +182,15 @@ class CycleMachine:
         """Usable nodes without ranks, in order of preference."""
         return tuple(node for node in self.members.usable if node not in self._current)
 
+    @property
+    def proven_bad(self) -> tuple[str, ...]:
+        """Nodes on trial without which training got further; see :mod:`nvrx_slurm.coordinator.suspects`."""
+        return self._suspects.proven(self._now)
+
     def start(self) -> list[Command]:
         """Begin to form the first cycle."""
-        return [Arm(Timer.JOIN, self.policy.join_timeout_s)]
+        baseline = [ReadIteration(None)] if self._reads_iterations else []
+        return [Arm(Timer.JOIN, self.policy.join_timeout_s), *baseline]
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what to do, in order."""
@@ -181,6 +218,8 @@ class CycleMachine:
                 self._stop_requested(event)
             case DrainRequested():
                 self._drain_requested(event)
+            case IterationRead():
+                self._iteration_read(event)
             case StoreLost():
                 self._fault(
                     FaultDetected(kind=FaultKind.START, node=event.host, detector="store", detail=event.why)
@@ -200,9 +239,22 @@ class CycleMachine:
         | SnapshotsTaken
         | NodeReady
         | NodeStepping
+        | StepReached
+        | CheckpointSaved
+        | CheckpointLoaded
+        | ControlRequested
         | NodeStopped,
     ) -> None:
+        signs = self._current.signs
         match event:
+            case StepReached(step=step):
+                signs.step = highest(signs.step, step)
+            case CheckpointSaved(step=step):
+                signs.saved = highest(signs.saved, step)
+            case CheckpointLoaded(step=step):
+                signs.loaded = highest(signs.loaded, step)
+            case ControlRequested():
+                self._control_requested(event)
             case StartFailed():
                 self._fault(
                     FaultDetected(kind=FaultKind.START, node=event.node, detector="start", detail=event.why)
@@ -314,9 +366,9 @@ class CycleMachine:
         fault = FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why)
         self._fault(fault, tell=not asked)
 
-    def _exclude(self, node: str, reason: str) -> None:
+    def _exclude(self, node: str, reason: str, on_trial: bool = False) -> None:
         self.members.exclude(node, reason)
-        self._write(journal.NodeExcluded(node=node, reason=reason))
+        self._write(journal.NodeExcluded(node=node, reason=reason, on_trial=on_trial))
 
     def _step_ended(self, event: StepEnded) -> None:
         nobody_ever = self.members.nobody_came
@@ -339,7 +391,7 @@ class CycleMachine:
             return
         if members.usable_count < policy.active_nodes:
             return
-        if members.expects_more and not self._grace_over and self.restarts == 0:
+        if members.expects_more and not self._grace_over and self.budget.restarts == 0:
             self._do(Arm(Timer.FORM_GRACE, policy.form_grace_s))
             return
         self._start_cycle()
@@ -353,7 +405,7 @@ class CycleMachine:
 
     def _start_cycle(self) -> None:
         nodes = self.members.choose(self.active, self.policy.active_nodes)
-        self._current = RunningCycle(nodes, self.members.slots)
+        self._current = RunningCycle(nodes, self.members.slots, began=self._now)
         self.phase = Phase.RUNNING
         self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))
         self._write(
@@ -367,13 +419,15 @@ class CycleMachine:
 
     def _node_ready(self, event: NodeReady) -> None:
         ready = self._current.ready
+        self._current.signs.monitored = True
         if self.phase in _AT_WORK and event.node not in ready:
             ready.add(event.node)
             if len(ready) == len(self.active):
                 self._write(journal.RankReady(ranks=self.world_size))
 
     def _node_stepping(self, event: NodeStepping) -> None:
-        stepping = self._current.stepping
+        stepping, signs = self._current.stepping, self._current.signs
+        signs.heartbeat, signs.step = True, highest(signs.step, event.step)
         if self.phase in _AT_WORK and event.node not in stepping:
             stepping.add(event.node)
             if len(stepping) == len(self.active):
@@ -475,43 +529,145 @@ class CycleMachine:
 
     def _all_stopped(self) -> None:
         self._do(Disarm(Timer.STOP))
+        self._exclude_as_asked()
+        self._measure()
         lack = not self.members.can_fill(self.policy.active_nodes)
         if self._ending is None and not (lack and self._left_by_signal):
             self._tell_faults()
         self._write(
             journal.WorkersStopped(
                 nodes=len(self._here),
-                seconds=round(max(0.0, self._now - self._current.stop_began), 6),
+                seconds=round(max(0.0, self._now - (self._current.stop_began or self._now)), 6),
                 stalled_s=self._current.stalled_s,
             )
         )
         if self._ending is not None:
-            self._end(self._ending.code, self._ending.why)
+            self._end_unless_slurm_is_asked()
             return
         blame = find_culprit(self._current.faults)
+        if lack and self._left_by_signal:
+            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, f"{self._too_few()}: {blame.why}"), blame)
+            return
+        self._blame_node(blame.fault)
+        self._score(blame)
         stop = self._reason_to_stop(blame)
         if stop is not None:
-            self._end_for_lack_of_nodes(stop, blame)
+            self._end_for(*stop)
             return
         self._verdict(VerdictAction.RESTART, blame, blame.why)
-        if blame.fault.detector == "start" and self.members.usable_count > self.policy.active_nodes:
-            # It would fail there again, and there is a node that has not.
-            self._exclude(blame.fault.node, f"could not start workers: {blame.fault.detail}")
-            self._do(Disconnect(blame.fault.node, "a spare takes this node's place"))
-        self.restarts += 1
+        self._replace_culprit(blame.fault)
+        self.budget.spend(self._now)
         self.cycle += 1
         self.phase = Phase.FORMING
         self._do(Arm(Timer.JOIN, self.policy.join_timeout_s))
         self._form()
 
-    def _reason_to_stop(self, blame: Blame) -> End | None:
+    def _blame_node(self, fault: FaultDetected) -> None:
+        place = self._current.place_of(fault.node)
+        if place is not None:
+            self._suspects.blame(fault, place, self._current.began)
+
+    def _exclude_as_asked(self) -> None:
+        for fault in self._current.faults:
+            if fault.kind is FaultKind.REQUEST and self.members.reason_of(fault.node) is None:
+                reason = f"rank {fault.rank} asked for it: {fault.detail}"
+                self._exclude(fault.node, reason)
+                self._do(Disconnect(fault.node, reason))
+
+    def _replace_culprit(self, fault: FaultDetected) -> None:
+        """Have a spare take the culprit's place where that is of use."""
+        node, place = fault.node, self._current.place_of(fault.node)
+        there_is_spare = self.members.usable_count > self.policy.active_nodes
+        if place is None or not self.members.is_connected(node):
+            return
+        if fault.detector == "start" and there_is_spare:
+            # It would fail there again, and there is a node that has not.
+            self._exclude(node, f"could not start workers: {fault.detail}")
+            self._do(Disconnect(node, "a spare takes this node's place"))
+        elif self._suspects.is_suspect(fault):
+            self._try_without(node, place, there_is_spare)
+
+    def _try_without(self, node: str, place: int, there_is_spare: bool) -> None:
+        faults, former = self._suspects.faults_of(node), self._suspects.acquitted_at(place)
+        if former is not None:
+            stays = f"{former} failed in the same place before it, so the node is not the cause"
+        elif not there_is_spare:
+            stays = "there is no spare to take its place"
+        else:
+            reason = f"{faults} faults of its own in this job: a spare is tried in its place"
+            self._suspects.try_without(node, place, self._now)
+            self._exclude(node, reason, on_trial=True)
+            self._do(Disconnect(node, reason))
+            return
+        if self._suspects.tell_once(node):
+            self._write(journal.NodeSuspected(node=node, faults=faults, why=stays))
+
+    def _reason_to_stop(self, blame: Blame) -> tuple[End, Blame] | None:
         if self._draining:
-            return End(EXIT_RESTART_ELSEWHERE, f"asked to stop, and then: {blame.why}")
-        if self.restarts >= self.policy.max_restarts:
-            return End(EXIT_FAILED, f"restart budget of {self.policy.max_restarts} used up: {blame.why}")
+            return End(EXIT_RESTART_ELSEWHERE, f"asked to stop, and then: {blame.why}"), blame
+        used_up = self.budget.used_up(self._now)
+        if used_up is not None:
+            code = self.policy.limits.no_restart_code if used_up.rule == NO_PROGRESS else EXIT_FAILED
+            return End(code, f"{used_up.why}: {blame.why}"), replace(blame, rule=used_up.rule or blame.rule)
         if not self.members.can_fill(self.policy.active_nodes):
-            return End(EXIT_RESTART_ELSEWHERE, f"{self._too_few()}: {blame.why}")
+            return End(EXIT_RESTART_ELSEWHERE, f"{self._too_few()}: {blame.why}"), blame
         return None
+
+    # --- progress ------------------------------------------------------------------------------------
+
+    @property
+    def _reads_iterations(self) -> bool:
+        return self.policy.has_iteration_file and self.policy.limits.max_no_progress_cycles > 0
+
+    def _score(self, blame: Blame) -> None:
+        """Judge the cycle that has just ended, or have the file read that tells how far it came."""
+        current = self._current
+        if self._unscored is not None:
+            # The file has not been read in a whole cycle.
+            self._iteration_read(IterationRead(self._unscored.number, None))
+        self._unscored = UnscoredCycle(
+            self.cycle, current.signs, blame.fault, (current.stop_began or self._now) - current.began
+        )
+        if self._reads_iterations:
+            self._do(ReadIteration(self.cycle))
+        else:
+            self._judge(None)
+
+    def _iteration_read(self, event: IterationRead) -> None:
+        if event.cycle is None:
+            self.budget.progress.begin_at(event.step)
+        elif self._unscored is not None and self._unscored.number == event.cycle:
+            self._judge(event.step)
+            self._stop_if_stuck()
+
+    def _judge(self, file_step: int | None) -> None:
+        ended, self._unscored = self._unscored, None
+        assert ended is not None
+        scored = self.budget.progress.score(
+            ended.signs,
+            ended.culprit,
+            ended.seconds,
+            self.policy.limits.min_progress_iterations,
+            file_step=file_step,
+            file_unread=self._reads_iterations and file_step is None,
+        )
+        if scored is not None and scored.progressed:
+            self._suspects.note_progress()
+        if scored is not None and self.policy.limits.max_no_progress_cycles:
+            self._do(Write(scored, ended.number))
+
+    def _stop_if_stuck(self) -> None:
+        """The file was read after the next cycle had begun: stop that."""
+        stuck = self.budget.progress.stuck(self.policy.limits)
+        if stuck is None or self._ending is not None or self.phase not in (Phase.FORMING, *_AT_WORK):
+            return
+        end = End(self.policy.limits.no_restart_code, stuck)
+        if self.phase is Phase.FORMING:
+            self._end(end.code, end.why)
+            return
+        self._ending = end
+        self._write(journal.Verdict(action=VerdictAction.STOP, rule=NO_PROGRESS, why=stuck))
+        self._stop_workers()
 
     def _verdict(self, action: VerdictAction, blame: Blame, why: str) -> None:
         fault = blame.fault
@@ -531,12 +687,24 @@ class CycleMachine:
         self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
 
     def _slurm_answered(self, event: SlurmAnswered) -> None:
-        if self.phase is not Phase.CONSULTING or self._for_lack_of_nodes is None:
+        self._awaits_slurm = False
+        if event.preempted and self._signalled_or_consulting and not self._fruits.preempted:
+            self._fruits.preempted = True
+            why = "Slurm preempts the job"
+            self._write(journal.StopRequested(signal="", why=why, preempted=True))
+            self._ending = End(EXIT_RESTART_ELSEWHERE, why)
+        if self.phase is not Phase.CONSULTING:
             return
-        if event.job_state in (None, "RUNNING"):
-            self._end_for(*self._for_lack_of_nodes)
-        else:
+        if self._ending is not None:
+            self._end(self._ending.code, self._ending.why)
+        elif event.job_state not in (None, "RUNNING"):
             self._end(128 + signal.SIGTERM, f"Slurm has ended the job: {event.job_state}")
+        elif self._for_lack_of_nodes is not None:
+            self._end_for(*self._for_lack_of_nodes)
+
+    @property
+    def _signalled_or_consulting(self) -> bool:
+        return self._signalled or self.phase is Phase.CONSULTING
 
     def _end_for(self, end: End, blame: Blame | None) -> None:
         self._tell_faults()
@@ -547,25 +715,69 @@ class CycleMachine:
     def _stop_requested(self, event: StopRequested) -> None:
         self._write(journal.StopRequested(signal=event.signal.name))
         end = End(128 + event.signal, f"asked to stop by {event.signal.name}")
-        again = self._ending is not None
-        self._ending = end
-        if self.phase in (Phase.FORMING, Phase.CONSULTING) or again:
+        again, self._signalled = self._signalled, True
+        if again:
             self._end(end.code, end.why)
-        elif self.phase is not Phase.STOPPING:
+            return
+        self._ending = self._ending or end
+        if event.signal is signal.SIGTERM and self.phase is not Phase.CONSULTING:
+            # A preempted job gets the same signal as one that is cancelled.
+            self._awaits_slurm = True
+            self._do(ConsultSlurm())
+        if self.phase is Phase.FORMING:
+            self._end_unless_slurm_is_asked()
+        elif self.phase in _AT_WORK:
             self._stop_workers()
         elif self.policy.term_timeout_s is not None:
             # They have been told already, but of a shorter grace.
             self._order_stop(tuple(node for node in self.active if node in self._current.stopping))
 
+    def _end_unless_slurm_is_asked(self) -> None:
+        """End as is intended; Slurm's answer, if one is awaited, may still change that."""
+        assert self._ending is not None
+        if not self._awaits_slurm:
+            self._end(self._ending.code, self._ending.why)
+            return
+        self.phase = Phase.CONSULTING
+        self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))
+        self._do(Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+
     def _drain_requested(self, event: DrainRequested) -> None:
         if self._draining:
             return
-        self._draining = True
-        self._write(journal.StopRequested(signal=event.signal.name))
+        self._draining = self._fruits.asked_to_end = True
+        name = "" if event.signal is None else event.signal.name
+        self._write(journal.StopRequested(signal=name, why=event.why))
         if self.phase is Phase.FORMING:
             self._form()
         elif self.phase in _AT_WORK:
             self._do(AskRanksToStop(self.cycle, self._here))
+
+    def _control_requested(self, event: ControlRequested) -> None:
+        """Do at once what a rank of the cycle wants; before its exit or after makes no difference."""
+        if event.rank not in self._current.ranks_of(event.node):
+            return
+        who = f"rank {event.rank} on {event.node}"
+        asked = journal.ControlRequested(
+            action=event.action.name, node=event.node, rank=event.rank, why=event.why
+        )
+        match event.action:
+            case WorkloadAction.ExcludeThisNode:
+                fault = FaultDetected(
+                    kind=FaultKind.REQUEST,
+                    node=event.node,
+                    rank=event.rank,
+                    detector="rank",
+                    detail=event.why,
+                )
+                if fault not in self._current.faults:
+                    self._write(asked)
+                    self._fault(fault)
+            case WorkloadAction.ShutdownWorkload if self._ending is None:
+                self._write(asked)
+                self._ending = End(EXIT_OK, f"{who} asked to shut the workload down: {event.why}")
+                if self.phase in _AT_WORK:
+                    self._stop_workers()
 
     def _timer_fired(self, timer: Timer) -> None:
         match timer:
@@ -601,7 +813,30 @@ class CycleMachine:
         self._all_stopped()
 
     def _end(self, code: int, why: str) -> None:
+        if code == EXIT_RESTART_ELSEWHERE and (useless := self._useless_to_requeue()):
+            code, why = self.policy.limits.no_restart_code, f"{useless}: {why}"
+        if self.budget.progress.close(self._current.signs):
+            self._suspects.note_progress()
         self.phase = Phase.ENDED
         self._do(*(Disarm(timer) for timer in Timer))
         self._write(journal.JobEnded(code=code, why=why))
         self._do(End(code, why))
+
+    def _measure(self) -> None:
+        """Take what the last cycle tells of the attempt as a whole."""
+        current, fruits = self._current, self._fruits
+        if not self.active:
+            return
+        until = self._now if current.stop_began is None else current.stop_began
+        fruits.longest_s = max(fruits.longest_s, until - current.began)
+        fruits.trained |= current.signs.trained
+        self.budget.progress.note_client(current.signs)
+
+    def _useless_to_requeue(self) -> str | None:
+        """Return why the job should not be started again; None: it should."""
+        self._measure()
+        attempts = self.policy.past.fruitless + 1
+        monitored = self.budget.progress.monitored
+        if attempts < FRUITLESS_ATTEMPTS or not self._fruits.fruitless(monitored):
+            return None
+        return f"not to be requeued, {attempts} attempts in a row have not come to a single step"

@@ -11,6 +11,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
@@ -18,15 +19,19 @@ from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.cycle import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
+from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
+from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
 from nvrx_slurm.coordinator.terminal import Terminal
+from nvrx_slurm.coordinator.time_limit import watch_time_limit
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.slurm import (
     CannotRequeueError,
+    Job,
     SlurmClient,
     SlurmUnavailableError,
     UnknownJobError,
@@ -89,6 +94,12 @@ class JobSpec:
     shows_rank_0: bool = True
     """Copy its output to standard output."""
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    iteration_file: Path | None = None
+    """Where the training keeps its newest checkpoint's step; ``policy`` says whether it does."""
+    ends: int | None = None
+    """When the job's time is over, Unix seconds; None: there is no limit."""
+    time_limit_margin_s: float = 0.0
+    """How long before that the ranks are asked to save; 0: not at all."""
 
     @property
     def fence(self) -> str:
@@ -113,13 +124,18 @@ class JobRunner:
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._background: list[asyncio.Task[None]] = []
+        """Those of the tasks whose result is of no use once the job has ended."""
         self._ended: asyncio.Future[steps.End] | None = None
         self._complete: defaultdict[tuple[int, int], asyncio.Event] = defaultdict(asyncio.Event)
         """Set when all output of a rank, named by cycle and rank, has arrived."""
         self._asked_to_stop: int | None = None
         """The cycle whose ranks were asked to save and end."""
         self._step: int | None = None
+        """The highest that is not in the journal yet."""
         self._step_written = 0.0
+        self._iterations = None if spec.iteration_file is None else IterationFile(spec.iteration_file)
+        self._told_of_iterations = False
         self._complained: set[str] = set()
         self._saving = asyncio.Lock()
         self._bad_nodes: set[str] = set()
@@ -141,6 +157,8 @@ class JobRunner:
         writing = asyncio.create_task(self._write_logs())
         step = AgentsStep(self._spec.step_argv, self._agents_environ(port), self._terminal.say)
         end = steps.End(EXIT_FAILED, "")
+        if self._spec.time_limit_margin_s > 0:
+            self._background.append(self._spawn(self._watch_time_limit()))
         try:
             self._carry_out(self._machine.start())
             if self._spec.step_argv:
@@ -152,6 +170,8 @@ class JobRunner:
             await self._stores.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._log_queue.join(), _LAST_OUTPUT_TIMEOUT_S)
+            for task in self._background:
+                task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=2 * _LAST_LINES_TIMEOUT_S)
             async with self._saving:
@@ -198,6 +218,7 @@ class JobRunner:
 
     def _nodes_to_exclude(self) -> list[str]:
         """Return the nodes to blame; none if all others went: this host may have been cut off then."""
+        self._bad_nodes.update(self._machine.proven_bad)
         left = set(self._spec.policy.nodes) - self._bad_nodes - {self._spec.host}
         if not left and self._bad_nodes:
             self._terminal.say("every other node went: not excluding them, this host may have been the cause")
@@ -243,10 +264,11 @@ class JobRunner:
 
         self._spawn(watch())
 
-    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- events in -----------------------------------------------------------------------------------
 
@@ -277,6 +299,8 @@ class JobRunner:
                 self._feed(steps.NodeReady(node, m.cycle))
             case msg.RanksStepping() as m:
                 self._feed(steps.NodeStepping(node, m.cycle, m.step))
+            case msg.ControlRequest() as m:
+                self._feed(steps.ControlRequested(node, m.cycle, m.rank, m.action, m.why))
             case msg.Leaving() as m:
                 self._feed(steps.NodeLeaving(node, m.why, m.by_signal))
             case msg.HangEvidence() as m:
@@ -292,7 +316,7 @@ class JobRunner:
                 pass
 
     def _note(self, node: str, m: msg.WorkersStarted | msg.StepReached | msg.CheckpointReport) -> None:
-        """Record what reports need and no decision depends on."""
+        """Record what reports need, and tell the machine how far training is."""
         match m:
             case msg.WorkersStarted():
                 self._record(
@@ -301,13 +325,16 @@ class JobRunner:
                     )
                 )
             case msg.StepReached():
-                self._step = max(m.step, self._step or 0)
+                self._step = highest(self._step, m.step)
+                self._feed(steps.StepReached(node, m.cycle, m.step))
                 if time.monotonic() - self._step_written >= _PROGRESS_INTERVAL_S:
                     self._record_progress(m.cycle)
             case msg.CheckpointReport(what=CheckpointEvent.SAVED):
                 self._record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
+                self._feed(steps.CheckpointSaved(node, m.cycle, m.step))
             case msg.CheckpointReport():
                 self._record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
+                self._feed(steps.CheckpointLoaded(node, m.cycle, m.step))
 
     def _timeouts_calculated(self, node: str, m: msg.TimeoutsCalculated) -> None:
         """Later cycles begin with them, and later jobs if they are to be kept."""
@@ -396,6 +423,8 @@ class JobRunner:
                 case steps.AskRanksToStop():
                     self._asked_to_stop = command.cycle
                     self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
+                case steps.ReadIteration():
+                    self._background.append(self._spawn(self._read_iteration(command.cycle)))
                 case steps.ConsultSlurm():
                     self._spawn(self._consult_slurm())
                 case steps.Disconnect():
@@ -445,19 +474,42 @@ class JobRunner:
             # While the store was being opened: no agent knew of the cycle then.
             self._send_all(command.nodes, msg.AskToStop(cycle=command.cycle))
 
-    async def _consult_slurm(self) -> None:
+    async def _ask_slurm(self) -> Job:
         if self._spec.slurm is None:
-            self._feed(steps.SlurmAnswered(None))
-            return
+            raise SlurmUnavailableError("there is no Slurm")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self._spec.slurm.job, self._spec.job_id)
+
+    async def _consult_slurm(self) -> None:
         try:
-            loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(None, self._spec.slurm.job, self._spec.job_id)
-            state: str | None = job.state
+            job = await self._ask_slurm()
+            answer = steps.SlurmAnswered(job.state, job.preempted)
         except SlurmUnavailableError:
-            state = None
+            answer = steps.SlurmAnswered(None)
         except UnknownJobError:
-            state = "gone"
-        self._feed(steps.SlurmAnswered(state))
+            answer = steps.SlurmAnswered("gone")
+        self._feed(answer)
+
+    async def _watch_time_limit(self) -> None:
+        def near(why: str) -> None:
+            self._feed(steps.DrainRequested(why=why))
+
+        await watch_time_limit(self._spec.ends, self._spec.time_limit_margin_s, self._ask_slurm, near)
+
+    async def _read_iteration(self, cycle: int | None) -> None:
+        step = None
+        if self._iterations is not None:
+            try:
+                step = await self._iterations.read()
+            except IterationFileError as error:
+                # Before the first checkpoint there may be none.
+                if cycle is not None and not self._told_of_iterations:
+                    self._told_of_iterations = True
+                    path = self._spec.iteration_file
+                    self._terminal.say(
+                        f"WARNING: no iteration from {path}, cycles may not be scored: {error}"
+                    )
+        self._feed(steps.IterationRead(cycle, step))
 
     # --- journal, logs, console ----------------------------------------------------------------------
 
@@ -466,8 +518,11 @@ class JobRunner:
             cycle = self._machine.cycle
         if isinstance(event, journal.WorkersStopped | journal.JobEnded):
             self._record_progress(cycle)
-        if isinstance(event, journal.NodeLost | journal.NodeExcluded):
-            self._bad_nodes.add(event.node)
+        match event:
+            case journal.NodeLost() | journal.NodeExcluded(on_trial=False):
+                self._bad_nodes.add(event.node)
+            case _:
+                pass
         try:
             record = self._journal.append(cycle, event)
         except OSError as error:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nvrx_slurm.coordinator.blame import find_hung_rank
+from nvrx_slurm.coordinator.progress import Signs
 from nvrx_slurm.coordinator.steps import RankExited
 from nvrx_slurm.journal import FaultDetected, FaultKind
 from nvrx_slurm.wire.messages import RankSnapshot
@@ -19,6 +20,8 @@ class RunningCycle:
     nodes: tuple[str, ...] = ()
     """Position is the group rank."""
     slots: int = 0
+    began: float = 0.0
+    signs: Signs = field(default_factory=Signs)
     exited: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     """Those that exited with 0 and had not been asked to stop."""
@@ -31,7 +34,7 @@ class RunningCycle:
     """Nodes whose snapshots are missing in the search for the hung rank."""
     stopping: set[str] = field(default_factory=set)
     """Nodes that have not stopped their workers yet."""
-    stop_began: float = 0.0
+    stop_began: float | None = None
     stalled_s: float | None = None
     """How long no rank had sent a heartbeat when the stop began, as far as its nodes have told."""
     _stalled: dict[int, str] = field(default_factory=dict)
@@ -53,6 +56,10 @@ class RunningCycle:
         first = self._group_ranks[node] * self.slots
         return range(first, first + self.slots)
 
+    def place_of(self, node: str) -> int | None:
+        """Return the group rank of ``node``; None: it has none."""
+        return self._group_ranks.get(node)
+
     def is_alive(self, node: str, rank: int) -> bool:
         """Tell whether ``rank`` belongs to ``node`` and has not been seen to exit."""
         return rank in self.ranks_of(node) and rank not in self.exited
@@ -63,6 +70,7 @@ class RunningCycle:
 
     def note_stalled(self, stalled_s: float | None) -> None:
         """Take one node's word; training stood still as long as the last heartbeat of any node is old."""
+        self.signs.heartbeat |= stalled_s is not None
         known = [seconds for seconds in (self.stalled_s, stalled_s) if seconds is not None]
         self.stalled_s = min(known, default=None)
 

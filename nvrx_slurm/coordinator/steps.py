@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.wire.messages import RankSnapshot
+from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 
 class Timer(enum.Enum):
@@ -63,6 +64,8 @@ class SlurmAnswered:
 
     job_state: str | None
     """Slurm's name of the job's state; None: Slurm could not be asked."""
+    preempted: bool = False
+    """It takes the nodes for another job."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,53 @@ class NodeStepping:
 
 
 @dataclass(frozen=True)
+class StepReached:
+    """A heartbeat of one of the node's ranks told a higher step than the last that was told here."""
+
+    node: str
+    cycle: int
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A rank has reported a checkpoint."""
+
+    node: str
+    cycle: int
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointLoaded:
+    """A rank has reported from which step on it trains."""
+
+    node: str
+    cycle: int
+    step: int
+
+
+@dataclass(frozen=True)
+class IterationRead:
+    """Answer to :class:`ReadIteration`, whenever it comes."""
+
+    cycle: int | None
+    step: int | None
+    """None: the file is not there, can't be read in time, or holds no number."""
+
+
+@dataclass(frozen=True)
+class ControlRequested:
+    """A rank wants its node out of the job, or the job to end."""
+
+    node: str
+    cycle: int
+    rank: int
+    action: WorkloadAction
+    why: str
+
+
+@dataclass(frozen=True)
 class NodeStopped:
     node: str
     cycle: int
@@ -148,9 +198,10 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class DrainRequested:
-    """A signal asks the ranks to save and end soon."""
+    """The ranks should save and end soon: because of a signal, or of what ``why`` says."""
 
-    signal: signal.Signals
+    signal: signal.Signals | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +221,12 @@ Event = (
     | SnapshotsTaken
     | NodeReady
     | NodeStepping
+    | StepReached
+    | CheckpointSaved
+    | CheckpointLoaded
+    | ControlRequested
     | NodeStopped
+    | IterationRead
     | StoreLost
     | StepEnded
     | StopRequested
@@ -222,6 +278,13 @@ class AskRanksToStop:
 
 
 @dataclass(frozen=True)
+class ReadIteration:
+    """Read the checkpoint-iteration file; ``cycle`` has ended, None: none has yet. Nothing waits for it."""
+
+    cycle: int | None
+
+
+@dataclass(frozen=True)
 class ConsultSlurm:
     """Ask for the job's state, to tell a lost node from a job that is being ended."""
 
@@ -255,6 +318,7 @@ Command = (
     | StopCycle
     | ProbeNodes
     | AskRanksToStop
+    | ReadIteration
     | ConsultSlurm
     | Disconnect
     | Arm

@@ -25,7 +25,15 @@ from nvrx_slurm.fault_tolerance.timeouts import (
 )
 from nvrx_slurm.wire import rank_channel
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
-from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE, CheckpointEvent, RankRequest, is_layer, is_step
+from nvrx_slurm.wire.rank_channel import (
+    MAX_DESCRIPTION,
+    SOCKET_VARIABLE,
+    CheckpointEvent,
+    RankRequest,
+    WorkloadAction,
+    is_layer,
+    is_step,
+)
 from nvrx_slurm.wire.timeouts import (
     MAX_NAME_BYTES,
     MONITORING_VARIABLE,
@@ -67,6 +75,15 @@ class RankInfo:
     local_rank: int
     host: str
     pid: int
+
+
+@dataclass(frozen=True)
+class WorkloadControlRequest:
+    """What a rank wants for the whole job, and why."""
+
+    action: WorkloadAction
+    description: str = ""
+    """For the journal and the terminal: its first 500 characters are shown, on one line."""
 
 
 class RankMonitorClient:
@@ -388,6 +405,30 @@ class RankMonitorClient:
         exit code 0; nvrx-srun ends with 75, which asks for a requeue.
         """
         return self._page is not None and self._page.stop_requested
+
+    def send_workload_control_request(self, request: WorkloadControlRequest) -> None:
+        """Have this rank's node left out of the job, or the whole job ended; it is done at once.
+
+        The call returns when the request is on its way; all ranks, this one included, are then stopped with
+        SIGTERM. What this rank does meanwhile makes no difference, nor its exit code.
+
+        Raises:
+            RankMonitorClientError: monitoring has not begun, or ``request`` is none.
+        """
+        call = "send_workload_control_request"
+        self._require_initialized(call)
+        if not isinstance(request, WorkloadControlRequest) or request.action not in list(WorkloadAction):
+            raise RankMonitorClientError(f"{call} got {request!r:.100}: a WorkloadControlRequest is accepted")
+        if request.action is WorkloadAction.Continue:
+            return
+        if self._socket is None:
+            _log.warning("no rank monitor here: nobody does what was asked for: %s", request)
+        words = " ".join(str(request.description).split())[:MAX_DESCRIPTION]
+        description = "".join(char if char.isprintable() else "?" for char in words)
+        action = WorkloadAction(request.action)
+        self._tell(
+            rank_channel.Control(rank=self._rank, cycle=self._cycle, action=action, description=description)
+        )
 
     def report_checkpoint_saved(self, step: int, layer: str = "shared") -> None:
         """Record in the journal that the state after ``step`` is on stable storage. One rank suffices.

@@ -46,6 +46,11 @@ class FaultToleranceConfig:
     numa_bind_strict: bool = NodeOptions().numa_bind_strict
     install_exception_hook: bool = NodeOptions().install_exception_hook
     preload: Sequence[str] = ()
+    max_no_progress_cycles: int = 3
+    """Cycles in a row that bring no higher step, after which the job ends; 0: no bound."""
+    min_progress_iterations: int = 1
+    checkpoint_iteration_file: Path | None = None
+    """Holds one integer, the iteration of the newest checkpoint; written by the training."""
 
     def monitoring(self) -> Monitoring:
         """Return what ranks and monitors are told."""
@@ -150,6 +155,20 @@ def _count(value: object) -> int:
     raise ValueError("a whole number of 0 or more")
 
 
+def _least(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ValueError("a whole number of 1 or more")
+
+
+def _path(value: object) -> Path | None:
+    if value is None:
+        return None
+    if isinstance(value, str | Path) and str(value).strip():
+        return Path(value).absolute()
+    raise ValueError("the path of a file")
+
+
 def _factor(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 1:
         return float(value)
@@ -209,6 +228,9 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "numa_bind_strict": _switch,
     "install_exception_hook": _switch,
     "preload": _modules,
+    "max_no_progress_cycles": _count,
+    "min_progress_iterations": _least,
+    "checkpoint_iteration_file": _path,
 }
 assert set(_PARSERS) == {key.name for key in fields(FaultToleranceConfig)}
 

@@ -3,6 +3,8 @@
 from nvrx_slurm.journal.events import (
     CheckpointLoaded,
     CheckpointSaved,
+    ControlRequested,
+    CycleScored,
     CycleStarted,
     Event,
     FaultDetected,
@@ -14,6 +16,7 @@ from nvrx_slurm.journal.events import (
     NodeExcluded,
     NodeJoined,
     NodeLost,
+    NodeSuspected,
     NotRequeued,
     Progress,
     RankReady,
@@ -39,6 +42,8 @@ from nvrx_slurm.journal.writer import JournalWriter
 __all__ = [
     "CheckpointLoaded",
     "CheckpointSaved",
+    "ControlRequested",
+    "CycleScored",
     "CycleStarted",
     "Event",
     "FaultDetected",
@@ -54,6 +59,7 @@ __all__ = [
     "NodeExcluded",
     "NodeJoined",
     "NodeLost",
+    "NodeSuspected",
     "NotRequeued",
     "Progress",
     "RankReady",

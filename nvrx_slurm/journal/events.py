@@ -30,6 +30,8 @@ class FaultKind(str, enum.Enum):
     """A node's agent is gone: power, network, or the agent itself."""
     START = "start"
     """A node could not start its workers."""
+    REQUEST = "request"
+    """A rank asked for its node to be left out."""
 
 
 class VerdictAction(str, enum.Enum):
@@ -78,6 +80,19 @@ class NodeExcluded(Event, frozen=True, tag="node_excluded"):
 
     node: str
     reason: str
+    on_trial: bool = False
+    """A spare was tried in its place because of its many faults: a requeue excludes the node only if training
+    got further without it.
+    """
+
+
+class NodeSuspected(Event, frozen=True, tag="node_suspected"):
+    """The node has had as many faults of its own as ``--exclude-after`` allows, and stays nevertheless."""
+
+    node: str
+    faults: int
+    why: str
+    """Why it stays."""
 
 
 class CycleStarted(Event, frozen=True, tag="cycle_started"):
@@ -180,9 +195,24 @@ class HangEvidence(Event, frozen=True, tag="hang_evidence"):
 
 
 class StopRequested(Event, frozen=True, tag="stop_requested"):
-    """The job was asked from outside to stop, by signal."""
+    """The job was asked from outside to stop, by signal or because its time is nearly over."""
 
     signal: str
+    """Empty: it was no signal, and ``why`` says what."""
+    why: str = ""
+    preempted: bool = False
+    """Slurm takes the nodes for another job."""
+
+
+class ControlRequested(Event, frozen=True, tag="control_requested"):
+    """A rank asked for something with ``send_workload_control_request``; it is done at once."""
+
+    action: str
+    """``ExcludeThisNode`` or ``ShutdownWorkload``."""
+    node: str
+    rank: int
+    why: str
+    """The rank's own description."""
 
 
 class WorkersStopped(Event, frozen=True, tag="workers_stopped"):
@@ -205,6 +235,21 @@ class Verdict(Event, frozen=True, tag="verdict"):
     node: str | None = None
     rank: int | None = None
     kind: FaultKind | None = None
+
+
+class CycleScored(Event, frozen=True, tag="cycle_scored"):
+    """Whether the cycle took training further than every earlier one of the job."""
+
+    progressed: bool | None
+    """None: that can't be told, because nobody says a step."""
+    in_a_row: int
+    """Cycles without progress up to this one, over requeues."""
+    step: int | None = None
+    """The highest that counts, of all cycles."""
+    checkpoints: bool = False
+    """It is the highest step of a checkpoint; else of a heartbeat."""
+    early_end: str = ""
+    """How a cycle ended that never came to a step; the same again and again counts as no progress."""
 
 
 class JobEnded(Event, frozen=True, tag="job_ended"):
@@ -231,6 +276,7 @@ AnyEvent = (
     | NodeJoined
     | NodeLost
     | NodeExcluded
+    | NodeSuspected
     | CycleStarted
     | WorkersStarted
     | RankReady
@@ -242,7 +288,9 @@ AnyEvent = (
     | FaultDetected
     | HangEvidence
     | StopRequested
+    | ControlRequested
     | WorkersStopped
+    | CycleScored
     | Verdict
     | JobEnded
     | Requeued

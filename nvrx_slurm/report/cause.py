@@ -8,7 +8,7 @@ from nvrx_slurm.journal import FaultDetected, FaultKind, HangEvidence, Verdict, 
 from nvrx_slurm.report.collect import CycleNotes
 from nvrx_slurm.report.model import Cause, HangFound, SeenFault
 
-_OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM, FaultKind.HANG)
+_OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM, FaultKind.HANG, FaultKind.REQUEST)
 
 
 def is_fault(cycle: CycleNotes, stop_at: float | None) -> bool:

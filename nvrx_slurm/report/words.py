@@ -104,6 +104,8 @@ def what_happened(fault: Cause | SeenFault) -> str:
             return "lost"
         case FaultKind.START:
             return "workers did not start"
+        case FaultKind.REQUEST:
+            return "asked to exclude its node"
         case None:
             return "failed"
 

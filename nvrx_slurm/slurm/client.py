@@ -56,6 +56,10 @@ class Job:
     """``sbatch -x``, and what earlier requeues have added."""
     submitted: int = 0
     """Unix seconds; a requeue changes it. 0: not known."""
+    ends: int | None = None
+    """When its time is over, Unix seconds; it may still be changed. None: no limit, or not known."""
+    preempted: bool = False
+    """Slurm takes its nodes for another job, now or when a time of grace is over."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +280,14 @@ def parse_job(text: str, job_id: str) -> Job:
         match = re.match(r"\d+", fields.get(name, ""))
         return int(match.group()) if match else 0
 
-    submitted = fields.get("SubmitTime", "")
+    def moment(name: str) -> int | None:
+        value = fields.get(name, "")
+        return int(value) if value.isdecimal() else None
+
+    # A job without a limit has an end all the same: a year after its start.
+    limited = fields.get("TimeLimit") != "UNLIMITED"
+    # The time of an earlier run's preemption stays.
+    preempted = (moment("PreemptTime") or 0) > (moment("StartTime") or 0)
     work_dir = present("WorkDir")
     return Job(
         job_id=fields["JobId"],
@@ -291,7 +302,9 @@ def parse_job(text: str, job_id: str) -> Job:
         num_nodes=number("NumNodes"),
         required_nodes=tuple(expand_hostlist(present("ReqNodeList") or "")),
         excluded_nodes=tuple(expand_hostlist(present("ExcNodeList") or "")),
-        submitted=int(submitted) if submitted.isdecimal() else 0,
+        submitted=moment("SubmitTime") or 0,
+        ends=moment("EndTime") if limited else None,
+        preempted=preempted or fields.get("JobState") == "PREEMPTED",
     )
 
 

@@ -11,7 +11,7 @@ import enum
 import msgspec
 
 from nvrx_slurm.wire.node_options import NodeOptions
-from nvrx_slurm.wire.rank_channel import CheckpointEvent
+from nvrx_slurm.wire.rank_channel import CheckpointEvent, WorkloadAction
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
 PROTOCOL_VERSION = 1
@@ -151,6 +151,15 @@ class CheckpointReport(Message, frozen=True):
     layer: str
 
 
+class ControlRequest(Message, frozen=True):
+    """A rank wants its node out of the job, or the job to end."""
+
+    cycle: int
+    rank: int
+    action: WorkloadAction
+    why: str
+
+
 class HangEvidence(Message, frozen=True):
     """What a hung rank was doing when it was about to be killed."""
 
@@ -209,6 +218,7 @@ AgentMessage = (
     | RanksStepping
     | StepReached
     | CheckpointReport
+    | ControlRequest
     | HangEvidence
     | TimeoutsCalculated
     | WorkersGone

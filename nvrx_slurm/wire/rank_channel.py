@@ -43,6 +43,31 @@ class Checkpoint(Request, frozen=True):
     layer: str
 
 
+class WorkloadAction(enum.IntEnum):
+    """What a rank can ask for; names and values are those of NVIDIA's extension."""
+
+    Continue = 0
+    """Nothing."""
+    ExcludeThisNode = 1
+    """All ranks restart without the rank's node, which the job does not use again."""
+    ShutdownWorkload = 2
+    """The job ends in good order, with exit code 0."""
+
+
+class Control(Request, frozen=True):
+    action: WorkloadAction
+    description: str
+
+
+MAX_DESCRIPTION = 500
+"""Characters."""
+
+
+def is_description(text: str) -> bool:
+    """Tell whether ``text`` can be shown on a terminal as it is."""
+    return len(text) <= MAX_DESCRIPTION and text.isprintable()
+
+
 class TimeoutsChanged(Request, frozen=True):
     """The rank enforces other time-outs from now on; they are on its page already."""
 
@@ -74,7 +99,7 @@ def is_timeout(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value > 0)
 
 
-RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | TimeoutsChanged | ProgramFailed
+RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | Control | TimeoutsChanged | ProgramFailed
 
 encode_request = msgspec.json.Encoder().encode
 
@@ -84,6 +109,8 @@ def is_acceptable(request: RankRequest) -> bool:
     match request:
         case Checkpoint():
             return is_step(request.step) and is_layer(request.layer)
+        case Control():
+            return is_description(request.description)
         case TimeoutsChanged():
             heartbeat, section = request.heartbeat, request.section
             values = [heartbeat.initial, heartbeat.subsequent, section.out_of_section]

@@ -96,7 +96,15 @@ class Job:
         return self
 
     def signal(self, sig: signal.Signals = signal.SIGTERM) -> Job:
-        self.feed(steps.StopRequested(sig))
+        """Slurm, if it is asked, has cancelled the job."""
+        asked = self.feed(steps.StopRequested(sig))
+        if self.new(steps.ConsultSlurm):
+            self.slurm_answers("CANCELLED")
+            self.last = asked + self.last
+        return self
+
+    def slurm_answers(self, state: str | None, *, preempted: bool = False) -> Job:
+        self.feed(steps.SlurmAnswered(state, preempted))
         return self
 
     def drain(self) -> Job:

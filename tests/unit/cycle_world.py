@@ -16,8 +16,11 @@ from cycle_referee import Referee
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.limits import Limits
+from nvrx_slurm.coordinator.past import Past
 from nvrx_slurm.coordinator.steps import Timer
 from nvrx_slurm.wire.messages import RankSnapshot
+from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 T = TypeVar("T")
 EXIT_CODES = (0, 0, 1, 3, -6, -9, -11, -15)
@@ -29,6 +32,10 @@ CYCLE_EVENTS = (
     steps.SnapshotsTaken,
     steps.NodeReady,
     steps.NodeStepping,
+    steps.StepReached,
+    steps.CheckpointSaved,
+    steps.CheckpointLoaded,
+    steps.ControlRequested,
     steps.NodeStopped,
 )
 NEEDED_TIMER = {
@@ -50,6 +57,12 @@ class Setting(NamedTuple):
     first_cycle: int = 0
     here: int = 3
     """Nodes whose agents have joined."""
+    no_progress: int = 3
+    least_progress: int = 1
+    per_hour: int | None = None
+    exclude_after: int = 3
+    iteration_file: bool = False
+    past: Past = Past()
 
 
 class Move(NamedTuple):
@@ -69,6 +82,14 @@ class World:
             active_nodes=setting.active,
             max_restarts=setting.max_restarts,
             first_cycle=setting.first_cycle,
+            limits=Limits(
+                max_no_progress_cycles=setting.no_progress,
+                min_progress_iterations=setting.least_progress,
+                max_restarts_per_hour=setting.per_hour,
+                exclude_after=setting.exclude_after,
+            ),
+            past=setting.past,
+            has_iteration_file=setting.iteration_file,
         )
         self.slots = setting.slots
         self.machine = CycleMachine(self.policy)
@@ -79,6 +100,8 @@ class World:
         self.asked_to_stop: set[str] = set()
         self.probed: set[str] = set()
         self.consulting = False
+        self.to_read: list[int | None] = []
+        """Cycles for which the iteration file is being read."""
         self.past: list[steps.Event] = []
         self.now = 0.0
         self.carry_out(self.machine.start())
@@ -94,7 +117,7 @@ class World:
     def feed(self, event: steps.Event) -> None:
         self.now += 0.25
         was = self.machine.phase
-        self.referee.before(event)
+        self.referee.before(event, self.now)
         commands = self.machine.handle(event, self.now)
         self.referee.after(commands)
         self.carry_out(commands)
@@ -121,6 +144,8 @@ class World:
                     self.gone(node)
                 case steps.ConsultSlurm():
                     self.consulting = True
+                case steps.ReadIteration(cycle):
+                    self.to_read.append(cycle)
                 case _:
                     pass
 
@@ -132,6 +157,8 @@ class World:
         if faulty and was in (Phase.RUNNING, Phase.DIAGNOSING):
             stops = any(isinstance(command, steps.StopCycle) for command in commands)
             assert stops, "a fault stops all ranks at once"
+        proven = set(machine.proven_bad)
+        assert proven <= set(self.referee.trials.values()), "a node whose fault has stayed is not the cause"
         if machine.phase is Phase.ENDED:
             assert not self.timers
             return
@@ -233,23 +260,47 @@ class World:
             self.probed.discard(node)
             self.feed(steps.SnapshotsTaken(node, self.machine.cycle, self.snapshots_of(node, how)))
 
-    def a_node_has_stopped(self, who: int, _how: int) -> None:
+    def a_node_has_stopped(self, who: int, how: int) -> None:
         if self.asked_to_stop:
-            self.stop(one_of(sorted(self.asked_to_stop), who))
+            self.stop(one_of(sorted(self.asked_to_stop), who), how)
 
-    def stop(self, node: str) -> None:
+    def stop(self, node: str, how: int = 1) -> None:
         cycle = self.machine.cycle
         for rank in sorted(self.alive.pop(node, ())):
             self.feed(steps.RankExited(node, cycle, rank, -15, after_stop=True))
         self.asked_to_stop.discard(node)
-        self.feed(steps.NodeStopped(node, cycle))
+        self.feed(steps.NodeStopped(node, cycle, stalled_s=0.5 if how % 5 == 0 else None))
 
     def a_node_is_ready(self, who: int, how: int) -> None:
         node = one_of(self.policy.nodes, who)
         if how % 2:
             self.feed(steps.NodeReady(node, self.machine.cycle))
         else:
-            self.feed(steps.NodeStepping(node, self.machine.cycle, how))
+            self.feed(steps.NodeStepping(node, self.machine.cycle, how if how % 4 else None))
+
+    def training_tells_a_step(self, who: int, how: int) -> None:
+        """A heartbeat, or a checkpoint that was saved or loaded, by a node that has ranks."""
+        if self.machine.active:
+            node, cycle, step = one_of(self.machine.active, who), self.machine.cycle, how // 3 * (1 + who % 3)
+            saying = one_of([steps.StepReached, steps.CheckpointSaved, steps.CheckpointLoaded], how)
+            self.feed(saying(node, cycle, step))
+
+    def the_iteration_file_is_read(self, who: int, how: int) -> None:
+        """In any order; some readings never end."""
+        if self.to_read:
+            cycle = self.to_read.pop(who % len(self.to_read))
+            self.feed(steps.IterationRead(cycle, one_of([None, 0, how], who)))
+
+    def a_rank_asks(self, who: int, how: int) -> None:
+        """For its node's exclusion mostly; also when it has ended, or its cycle is being stopped."""
+        if self.machine.active:
+            node = one_of(self.machine.active, who)
+            rank = one_of(self.ranks_of(node), how)
+            action = WorkloadAction.ShutdownWorkload if how % 6 == 0 else WorkloadAction.ExcludeThisNode
+            self.feed(steps.ControlRequested(node, self.machine.cycle, rank, action, "a GPU is slow"))
+
+    def time_passes(self, _who: int, how: int) -> None:
+        self.now += one_of([1.0, 100.0, 1000.0, 4000.0], how)
 
     def ranks_cannot_start(self, who: int, _how: int) -> None:
         starting = [node for node in self.alive if node not in self.asked_to_stop]
@@ -266,10 +317,11 @@ class World:
         self.timers.discard(timer)
         self.feed(steps.TimerFired(timer))
 
-    def slurm_answers(self, who: int, _how: int) -> None:
+    def slurm_answers(self, who: int, how: int) -> None:
         if self.consulting:
             self.consulting = False
-            self.feed(steps.SlurmAnswered(one_of([None, "RUNNING", "CANCELLED", "gone"], who)))
+            state = one_of([None, "RUNNING", "CANCELLED", "gone"], who)
+            self.feed(steps.SlurmAnswered(state, preempted=state == "RUNNING" and how % 2 == 0))
 
     def the_store_dies(self, _who: int, _how: int) -> None:
         self.feed(steps.StoreLost("n1", "the store's process ended with -9"))
@@ -280,8 +332,11 @@ class World:
     def somebody_stops_the_job(self, who: int, _how: int) -> None:
         self.feed(steps.StopRequested(one_of([signal.SIGTERM, signal.SIGINT], who)))
 
-    def the_time_is_nearly_over(self, _who: int, _how: int) -> None:
-        self.feed(steps.DrainRequested(signal.SIGUSR2))
+    def the_time_is_nearly_over(self, _who: int, how: int) -> None:
+        if how % 2:
+            self.feed(steps.DrainRequested(signal.SIGUSR2))
+        else:
+            self.feed(steps.DrainRequested(why="the time limit is 120 s away"))
 
     def an_old_message_comes_again(self, who: int, _how: int) -> None:
         """Agents say everything once, but nothing may depend on that."""
@@ -304,9 +359,15 @@ class World:
             steps.RankExited(node, cycle, rank, one_of(EXIT_CODES, how), False),
             steps.RankStalled(node, cycle, rank, 6.0, untrue),
             steps.SnapshotsTaken(node, cycle, untrue),
+            steps.ControlRequested(node, cycle, rank, WorkloadAction(1 + how % 2), "by a stranger"),
         ]
         if cycle != machine.cycle or node not in self.referee.group:
-            said += [steps.NodeStopped(node, cycle), steps.StartFailed(node, cycle, "no space")]
+            said += [
+                steps.NodeStopped(node, cycle),
+                steps.StartFailed(node, cycle, "no space"),
+                steps.StepReached(node, cycle, 10**6),
+                steps.CheckpointSaved(node, cycle, 10**6),
+            ]
         self.feed(one_of(said, who))
 
     # --- the end -------------------------------------------------------------------------------------
@@ -360,6 +421,10 @@ MOVES: dict[str, tuple[int, Callable[[World, int, int], None]]] = {
         (24, World.a_probe_is_answered),
         (60, World.a_node_has_stopped),
         (12, World.a_node_is_ready),
+        (24, World.training_tells_a_step),
+        (12, World.the_iteration_file_is_read),
+        (3, World.a_rank_asks),
+        (8, World.time_passes),
         (4, World.ranks_cannot_start),
         (10, World.a_timer_fires),
         (8, World.slurm_answers),

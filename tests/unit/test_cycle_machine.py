@@ -150,6 +150,8 @@ def test_a_cancelled_job_has_no_fault_whoever_hears_of_it_first() -> None:
     # when the Coordinator hears of it while the ranks stop
     job.feed(steps.StopRequested(signal.SIGTERM))
     job.stopped("n1", "n2")
+    # and Slurm says that it has not been preempted
+    job.slurm_answers("CANCELLED")
     # then the job was stopped, and nothing has failed
     assert job.end.code == 143
     assert not job.written(journal.FaultDetected)
@@ -280,7 +282,7 @@ def test_a_restart_writes_in_this_order() -> None:
     before = len(job.journal)
     job.exit(3, 1).stopped("n1", "n2")
     order = [event.__struct_config__.tag for event in job.journal[before:]]
-    assert order == ["fault_detected", "workers_stopped", "verdict", "cycle_started"]
+    assert order == ["fault_detected", "workers_stopped", "cycle_scored", "verdict", "cycle_started"]
 
 
 def test_what_breaks_while_ranks_are_stopped_is_journalled_and_changes_nothing() -> None:

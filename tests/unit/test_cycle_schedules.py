@@ -13,6 +13,18 @@ from cycle_world import MOVES, Move, Setting, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvrx_slurm.coordinator.past import Past
+from nvrx_slurm.coordinator.progress import Progress
+
+PASTS = (
+    Past(),
+    Past(),
+    Past(fruitless=2),
+    Past(Progress(step=4, in_a_row=2, monitored=True), faults={"n1": 2}, fruitless=1),
+    Past(Progress(step=4, saved=3, in_a_row=1, monitored=True)),
+)
+"""What earlier attempts may have left."""
+
 
 @st.composite
 def setting(draw: st.DrawFn) -> Setting:
@@ -24,6 +36,12 @@ def setting(draw: st.DrawFn) -> Setting:
         max_restarts=draw(st.sampled_from([0, 1, 3, 10])),
         first_cycle=draw(st.sampled_from([0, 7])),
         here=draw(st.sampled_from([active + spares, active + spares, active, 0])),
+        no_progress=draw(st.sampled_from([3, 1, 2, 0])),
+        least_progress=draw(st.sampled_from([1, 2])),
+        per_hour=draw(st.sampled_from([None, 1, 3])),
+        exclude_after=draw(st.sampled_from([1, 2, 0])),
+        iteration_file=draw(st.booleans()),
+        past=draw(st.sampled_from(PASTS)),
     )
 
 
@@ -51,6 +69,12 @@ def random_schedule(seed: int) -> tuple[Setting, list[Move]]:
         max_restarts=rng.choice([0, 1, 3, 10]),
         first_cycle=rng.choice([0, 7]),
         here=rng.choice([active + spares, active + spares, active, 0]),
+        no_progress=rng.choice([0, 1, 2, 3, 3]),
+        least_progress=rng.choice([1, 1, 2]),
+        per_hour=rng.choice([None, None, 1, 3]),
+        exclude_after=rng.choice([0, 1, 2, 3]),
+        iteration_file=rng.random() < 0.3,
+        past=rng.choice(PASTS),
     )
     return begins, [
         Move(rng.choice(weighted), rng.randint(0, 11), rng.randint(0, 11)) for _ in range(rng.randint(5, 120))

@@ -308,4 +308,4 @@ def test_help_names_every_option_and_every_exit_code() -> None:
     for option in main.params:
         if option.name not in ("script", "args"):
             assert option.opts[0] in done.output
-    assert "Exit codes: 0 all ranks succeeded; 1 failed" in done.output
+    assert "Exit codes: 0 all ranks succeeded, or one shut the workload down; 1" in done.output

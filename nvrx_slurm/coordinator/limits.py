@@ -1,0 +1,23 @@
+"""How far a job may go on as it is: what the user decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NO_RESTART_CODE = 93
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds beside ``max_restarts``; each is checked when a cycle has ended by a fault."""
+
+    max_no_progress_cycles: int = 3
+    """Cycles in a row that do not take training further; 0: no bound."""
+    min_progress_iterations: int = 1
+    """How much the highest step must grow in a cycle to be progress."""
+    no_restart_code: int = NO_RESTART_CODE
+    """Exit code of a job for which a restart, here or elsewhere, is of no use."""
+    max_restarts_per_hour: int | None = None
+    """Within any 3600 s; None: no bound."""
+    exclude_after: int = 3
+    """Faults of its own after which a node leaves the job if a spare can take its place; 0: never."""
