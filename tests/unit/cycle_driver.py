@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.limits import Limits
+from nvrx_slurm.coordinator.past import Past
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.wire.messages import RankSnapshot
+from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 T = TypeVar("T")
 
@@ -22,9 +25,24 @@ def node_names(count: int) -> tuple[str, ...]:
 class Job:
     """Feeds a machine and keeps what it said. Nodes are n1, n2, …; the spares are the last of them."""
 
-    def __init__(self, active: int = 2, spares: int = 0, max_restarts: int = 3, slots: int = 2) -> None:
+    def __init__(
+        self,
+        active: int = 2,
+        spares: int = 0,
+        max_restarts: int = 3,
+        slots: int = 2,
+        *,
+        past: Past | None = None,
+        iteration_file: bool = False,
+        **limits: int | None,
+    ) -> None:
         self.policy = Policy(
-            nodes=node_names(active + spares), active_nodes=active, max_restarts=max_restarts
+            nodes=node_names(active + spares),
+            active_nodes=active,
+            max_restarts=max_restarts,
+            limits=Limits(**limits),  # type: ignore[arg-type]
+            past=past or Past(),
+            has_iteration_file=iteration_file,
         )
         self.slots = slots
         self.machine = CycleMachine(self.policy)
@@ -89,6 +107,36 @@ class Job:
             self.feed(steps.NodeStopped(node, cycle))
         return self
 
+    def fails(self, rank: int = 0, code: int = 1) -> Job:
+        """A rank exits, and every node stops its ranks."""
+        return self.exit(rank, code).stopped(*self.machine.active)
+
+    def trains(self, step: int, rank: int = 0) -> Job:
+        self.feed(steps.StepReached(self.node_of(rank), self.machine.cycle, step))
+        return self
+
+    def saves(self, step: int, rank: int = 0) -> Job:
+        self.feed(steps.CheckpointSaved(self.node_of(rank), self.machine.cycle, step))
+        return self
+
+    def loads(self, step: int, rank: int = 0) -> Job:
+        self.feed(steps.CheckpointLoaded(self.node_of(rank), self.machine.cycle, step))
+        return self
+
+    def file_says(self, step: int | None) -> Job:
+        """The last reading of the checkpoint-iteration file that was asked for comes back."""
+        self.feed(steps.IterationRead(self.all(steps.ReadIteration)[-1].cycle, step))
+        return self
+
+    def asks(self, rank: int, action: WorkloadAction, why: str = "a GPU is slow") -> Job:
+        node, cycle = self.node_of(rank), self.machine.cycle
+        self.feed(steps.ControlRequested(node, cycle, rank, action, why))
+        return self
+
+    def later(self, seconds: float) -> Job:
+        self.now += seconds
+        return self
+
     def fire(self, timer: steps.Timer) -> Job:
         seconds = self.timers.pop(timer)
         self.now += seconds
@@ -110,6 +158,12 @@ class Job:
     def drain(self) -> Job:
         self.feed(steps.DrainRequested(signal.SIGUSR2))
         return self
+
+    @classmethod
+    def running(cls, active: int = 2, spares: int = 0, **options: Any) -> Job:
+        """A job whose agents have all come and whose first cycle runs."""
+        job = cls(active=active, spares=spares, **options)
+        return job.join(*job.policy.nodes)
 
     # --- what came of it -----------------------------------------------------------------------------
 

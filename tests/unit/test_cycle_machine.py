@@ -13,11 +13,7 @@ from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.steps import Timer
 from nvrx_slurm.journal import FaultKind, VerdictAction
 
-
-def running(active: int = 2, spares: int = 0, **policy: int) -> Job:
-    """A job whose agents have all come and whose first cycle runs."""
-    job = Job(active=active, spares=spares, **policy)
-    return job.join(*job.policy.nodes)
+running = Job.running
 
 
 # --- forming -----------------------------------------------------------------------------------------
