@@ -1,0 +1,150 @@
+"""The site's configuration, ``/etc/nvrx/health.yaml``: which checks run, how, and with which thresholds.
+
+::
+
+    budget_s: 10
+    state_dir: /var/lib/nvrx/health
+    checks:
+      gpu-throttle: off
+      gpu-ecc: {mode: warn-only, timeout_s: 1}
+      mounts: {expected: {/scratch: lustre}}
+
+Every key is checked; one that is not known is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from nvrx_slurm.health.registry import Check, Settings
+
+DEFAULT_PATH = Path("/etc/nvrx/health.yaml")
+DEFAULT_STATE_DIR = Path("/var/lib/nvrx/health")
+DEFAULT_BUDGET_S = 10.0
+_KEYS = ("budget_s", "state_dir", "checks")
+
+
+class ConfigError(ValueError):
+    """The configuration can't be used; the message names file, key and what is accepted."""
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """What the site decided; checks without an entry have their defaults."""
+
+    budget_s: float = DEFAULT_BUDGET_S
+    state_dir: Path = DEFAULT_STATE_DIR
+    checks: Mapping[str, Settings] = field(default_factory=dict)
+
+    def of(self, check: Check) -> Settings:
+        return self.checks.get(check.name, check.defaults)
+
+    def is_on(self, check: Check) -> bool:
+        """An opt-in check is on only where the configuration says so."""
+        return self.of(check).mode != "off" and (not check.opt_in or check.name in self.checks)
+
+
+def load_config(path: Path | None, checks: Mapping[str, Check]) -> HealthConfig:
+    """Read ``path``; None: :data:`DEFAULT_PATH`, if it is there.
+
+    Raises:
+        ConfigError: it can't be read, is not to be trusted, or says what is not accepted.
+    """
+    chosen = path or DEFAULT_PATH
+    if path is None and not chosen.exists():
+        return HealthConfig()
+    try:
+        text = chosen.read_text(encoding="utf-8")
+        status = chosen.stat()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{chosen}: cannot be read: {reason}") from error
+    if os.geteuid() == 0 and (untrusted := why_untrusted(status)):
+        raise ConfigError(f"{chosen}: {untrusted}, and root obeys it: chown root, chmod go-w")
+    return parse_config(text, str(chosen), checks)
+
+
+def why_untrusted(status: os.stat_result) -> str:
+    """Return why root must not obey a file; empty if it may."""
+    if status.st_uid != 0:
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others than its owner can write it"
+    return ""
+
+
+def parse_config(text: str, name: str, checks: Mapping[str, Check]) -> HealthConfig:
+    """Return the configuration in ``text``; ``name`` is how an error calls it.
+
+    Raises:
+        ConfigError: see :func:`load_config`.
+    """
+    import yaml
+
+    try:
+        document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())[:300]}") from error
+    top = _mapping({} if document is None else document, name, _KEYS)
+    given = _mapping(top.get("checks") or {}, f"{name}: checks", checks)
+    return HealthConfig(
+        budget_s=_number(top.get("budget_s", DEFAULT_BUDGET_S), f"{name}: budget_s"),
+        state_dir=_directory(top.get("state_dir", str(DEFAULT_STATE_DIR)), f"{name}: state_dir"),
+        checks={
+            check: _settings(value, checks[check], f"{name}: checks: {check}")
+            for check, value in given.items()
+        },
+    )
+
+
+def _settings(value: object, check: Check, where: str) -> Settings:
+    if isinstance(value, bool | str):
+        value = {"mode": value}
+    keys = [key.name for key in msgspec.structs.fields(check.settings)]
+    mapping = dict(_mapping({} if value is None else value, where, keys))
+    if isinstance(mapping.get("mode"), bool):
+        # YAML reads the bare words on and off as truth values.
+        mapping["mode"] = "on" if mapping["mode"] else "off"
+    try:
+        return msgspec.convert(mapping, check.settings)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ConfigError(f"{where}: {_readable(str(error))}") from error
+
+
+def _readable(error: str) -> str:
+    """Turn msgspec's ``Expected `int` >= 1 - at `$.strikes``` around."""
+    what, _, path = error.partition(" - at `$")
+    key = path.rstrip("`").lstrip(".")
+    what = what[:1].lower() + what[1:]
+    return f"{key}: {what}" if key else what
+
+
+def _mapping(value: object, where: str, accepted: Iterable[str]) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: a mapping is needed, not {value!r:.60}")
+    known = list(accepted)
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{where}: unknown key {key!r:.60}; {hint}accepted: {', '.join(known)}")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 3600:
+        return float(value)
+    raise ConfigError(f"{where}: {value!r:.60}: accepted: seconds above 0, 3600 at most")
+
+
+def _directory(value: object, where: str) -> Path:
+    if isinstance(value, str) and value.startswith("/") and "\0" not in value:
+        return Path(value)
+    raise ConfigError(f"{where}: {value!r:.60}: accepted: an absolute path")

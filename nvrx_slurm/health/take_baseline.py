@@ -1,0 +1,60 @@
+"""Taking the baseline: what is there now is what is expected from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from nvrx_slurm.health.baseline import Baseline, PortBaseline
+from nvrx_slurm.health.nics import Port, ports
+from nvrx_slurm.health.node import Node
+from nvrx_slurm.health.nvlinks import active_links
+from nvrx_slurm.health.nvml import NvmlError
+from nvrx_slurm.health.unavailable import UnavailableError
+
+_T = TypeVar("_T")
+
+
+def take_baseline(node: Node) -> Baseline:
+    """Read everything that later runs compare with; what can't be read is not in it."""
+    uuids = _or_none(lambda: [node.nvml.uuid(gpu) for gpu in range(node.nvml.count())])
+    gpus = dict(enumerate(uuids or ()))
+
+    def of_gpus(read: Callable[[int], _T]) -> dict[str, _T]:
+        found = {uuid: _or_none(lambda gpu=gpu: read(gpu)) for gpu, uuid in gpus.items()}  # type: ignore[misc]
+        return {uuid: value for uuid, value in found.items() if value is not None}
+
+    def idle_memory(gpu: int) -> int | None:
+        return None if node.nvml.processes(gpu) else node.nvml.memory(gpu).used
+
+    memory = of_gpus(idle_memory)
+    return Baseline(
+        boot_id=node.boot_id,
+        taken=node.clock.now(),
+        kernel_log_sequence=_last_sequence(node),
+        gpus=uuids,
+        uncorrected_ecc=of_gpus(node.nvml.uncorrected_ecc) if gpus else {},
+        gpu_memory_used={uuid: used for uuid, used in memory.items() if used is not None},
+        nvlinks=of_gpus(lambda gpu: active_links(node.nvml, gpu)[0]),
+        ports={port.name: _port(node, port) for port in _or_none(lambda: ports(node.tree)) or ()},
+    )
+
+
+def _or_none(read: Callable[[], _T]) -> _T | None:
+    try:
+        return read()
+    except (UnavailableError, NvmlError):
+        return None
+
+
+def _last_sequence(node: Node) -> int | None:
+    records = _or_none(node.kernel_log.records)
+    return records[-1].sequence if records else None
+
+
+def _port(node: Node, port: Port) -> PortBaseline:
+    return PortBaseline(
+        state=_or_none(lambda: port.state(node.tree)) or "",
+        rate_gbps=_or_none(lambda: port.rate_gbps(node.tree)),
+        counters=port.counters(node.tree)[0],
+    )
