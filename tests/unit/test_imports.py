@@ -16,6 +16,7 @@ MODULES = [
     "nvrx_slurm",
     "nvrx_slurm.slurm",
     "nvrx_slurm.journal",
+    "nvrx_slurm.health.report",
     "nvrx_slurm.report",
     "nvrx_slurm.devcluster",
     "nvrx_slurm.wire",
@@ -53,7 +54,9 @@ def test_importing_it_imports_no_torch(module: str) -> None:
     assert not {name for name in found if name.split(".")[0] in ("torch", "numpy")}
 
 
-@pytest.mark.parametrize("command", ["nvrx-srun", "nvrx-report", "nvrx-devcluster", "nvrx-agent"])
+@pytest.mark.parametrize(
+    "command", ["nvrx-srun", "nvrx-report", "nvrx-devcluster", "nvrx-agent", "nvrx-health"]
+)
 def test_its_help_imports_no_torch_and_no_grpc(command: str) -> None:
     found = imported(str(Path(sys.executable).parent / command), "--help")
     assert "click" in found
