@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 
 from nvrx_slurm.agent import pulse
 from nvrx_slurm.agent.environment import SlotsError, resolve_slots
+from nvrx_slurm.agent.location import DomainError, Fabric, NvmlFabric, find_domain, locate
 from nvrx_slurm.agent.node_workers import NodeWorkers
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.wire import messages as msg
@@ -33,6 +34,7 @@ EXIT_EXCLUDED = 3
 _CONNECT_TIMEOUT_S = 60.0
 _LAST_OUTPUT_TIMEOUT_S = 10.0
 _HANG_UP_TIMEOUT_S = 3.0
+_DOMAIN_TIMEOUT_S = 10.0
 
 # grpc.aio's calls; their type parameters are of no use with our own codecs.
 _Control = Any
@@ -91,6 +93,8 @@ class AgentConfig:
     """None: nvrx-srun has started this agent, and the Coordinator decides everything."""
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     """Those that ask it to go."""
+    fabric: Fabric = field(default_factory=NvmlFabric)
+    """Tells the NVLink domain, where segments are asked for."""
 
 
 class Agent:
@@ -171,6 +175,7 @@ class Agent:
         try:
             welcome = own.adapt(welcome) if own else welcome
             slots = resolve_slots(welcome.nproc_per_node, self._config.environ)
+            location = await self._locate(welcome)
         except SlotsError as error:
             _log.error("%s", error)
             await control.write(msg.Leaving(why=str(error), by_signal=False))
@@ -179,7 +184,8 @@ class Agent:
         output = OutputPump(self._config.node, own.show if own else None)
         sending = asyncio.create_task(self._send_output(channel, metadata, output))
         try:
-            return await self._work(control, welcome, slots, output)
+            joined = msg.Joined(slots=slots, place=own.place if own else None, location=location)
+            return await self._work(control, welcome, joined, output)
         finally:
             output.finish()
             # The last lines of every rank, and whatever is in the outbox, before the connection goes.
@@ -187,14 +193,32 @@ class Agent:
             sending.cancel()
             await self._hang_up(control)
 
-    async def _work(self, control: _Control, welcome: msg.Welcome, slots: int, output: OutputPump) -> int:
+    async def _locate(self, welcome: msg.Welcome) -> msg.NodeLocation:
+        """Find out where this node is; the driver is asked for its NVLink domain if anybody wants to know."""
+        environ, fabric = self._config.environ, self._config.fabric
+        if welcome.segment <= 1:
+            return locate(environ, domain="")
+        finding = asyncio.get_running_loop().run_in_executor(None, find_domain, environ, fabric)
+        try:
+            domain = await asyncio.wait_for(finding, _DOMAIN_TIMEOUT_S)
+        except DomainError as error:
+            _log.warning("no NVLink domain: %s", error)
+            domain = ""
+        except asyncio.TimeoutError:
+            _log.warning("no NVLink domain: NVML did not answer in %g s", _DOMAIN_TIMEOUT_S)
+            domain = ""
+        return locate(environ, domain)
+
+    async def _work(
+        self, control: _Control, welcome: msg.Welcome, joined: msg.Joined, output: OutputPump
+    ) -> int:
         assert self._signalled is not None
-        own = self._config.own
+        slots = joined.slots
         writing = asyncio.create_task(self._write(control))
         workers = NodeWorkers(
             welcome, slots, self._config.private_dir, self._config.environ, output, self._outbox.put_nowait
         )
-        self._outbox.put_nowait(msg.Joined(slots=slots, place=own.place if own else None))
+        self._outbox.put_nowait(joined)
         self._reading = reading = asyncio.create_task(self._read(control, workers))
         try:
             waited: set[asyncio.Future[Any]] = {reading, writing, self._signalled}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import socket
@@ -9,7 +10,6 @@ import sys
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.limit_options import limit_options
@@ -35,12 +35,22 @@ class _Command(click.Command):
 
 def _outside(context: click.Context) -> str:
     """Return the ways into an allocation with what the user typed, and a spare unless that says how many."""
+    from nvrx_slurm.coordinator.preparation import NodeCountError, parse_nnodes
+
     words: list[str] = context.meta[_AS_TYPED]
-    spares: int = context.params["spares"]
-    if context.get_parameter_source("spares") is not ParameterSource.COMMANDLINE:
-        words, spares = ["--spares", "1", *words], 1
+    spares: int | None = context.params["spares"]
+    nnodes: str | None = context.params["nnodes"]
+    if nnodes is not None:
+        try:
+            nodes = parse_nnodes(nnodes)[1]
+        except NodeCountError as error:
+            return str(error)
+    elif spares is not None:
+        nodes = 4 + spares
+    else:
+        words, nodes = ["--spares", "1", *words], 5
     command = shlex.join(["nvrx-srun", *words])
-    return _OUTSIDE.format(nodes=4 + spares, wrapped=shlex.quote(f"exec {command}"), command=command)
+    return _OUTSIDE.format(nodes=nodes, wrapped=shlex.quote(f"exec {command}"), command=command)
 
 
 def _agent_command() -> str:
@@ -68,9 +78,35 @@ def _agent_command() -> str:
 @click.option(
     "--spares",
     type=click.IntRange(min=0),
-    default=0,
+    help="Nodes of the allocation that are kept idle until another is lost.  [default: 0]",
+)
+@click.option(
+    "--nnodes",
+    metavar="MIN:MAX",
+    help="The same, said as to torchrun: MIN nodes train, the rest of up to MAX are spares.",
+)
+@click.option(
+    "--rejoin-timeout",
+    type=Duration(or_zero=True),
+    default="60s",
     show_default=True,
-    help="Nodes of the allocation that are kept idle until another is lost.",
+    help="Too few nodes are left: how long to wait for a lost one to come back; 0: lost nodes stay away.",
+)
+@click.option(
+    "--ft-segment",
+    "segment",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Each N nodes of the group, in order, are of one NVLink domain.",
+)
+@click.option(
+    "--replacement-group-size",
+    "group_size",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Nodes with the same NVRX_REPLACEMENT_GROUP_ID train only while N of them are there.",
 )
 @click.option(
     "--max-restarts",
@@ -119,7 +155,11 @@ def _agent_command() -> str:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(
     nproc_per_node: str,
-    spares: int,
+    spares: int | None,
+    nnodes: str | None,
+    rejoin_timeout: float,
+    segment: int,
+    group_size: int,
     max_restarts: int,
     workers_stop_timeout: float,
     warm_start: str,
@@ -147,7 +187,7 @@ def main(
     from nvrx_slurm.coordinator.cycle import Policy
     from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
     from nvrx_slurm.coordinator.past import past_of_job
-    from nvrx_slurm.coordinator.preparation import claim_own, first_cycle, preferred_order
+    from nvrx_slurm.coordinator.preparation import NodeCountError, claim_own, count_active, first_cycle
     from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
     from nvrx_slurm.coordinator.terminal import open_standard_streams
     from nvrx_slurm.journal import JournalVersionError
@@ -181,10 +221,10 @@ def main(
     except (SlurmUnavailableError, UnknownJobError) as error:
         raise click.UsageError(f"cannot find out the nodes of job {job.job_id}: {error}") from error
     nodes = in_slurm.nodes
-    if spares >= len(nodes):
-        raise click.BadParameter(
-            f"{spares} of {len(nodes)} nodes leave none to train on", param_hint="--spares"
-        )
+    try:
+        active_nodes = count_active(len(nodes), spares, nnodes, segment)
+    except NodeCountError as error:
+        raise click.UsageError(str(error)) from error
     step = AgentStep(nodes=nodes, command=[_agent_command()], extra=srun_args)
     if dry_run:
         click.echo(shlex.join(step.argv()))
@@ -234,14 +274,19 @@ def main(
         host=job.node_name or socket.gethostname(),
         address=address,
         policy=Policy(
-            nodes=preferred_order(nodes, job.node_name, spares),
-            active_nodes=len(nodes) - spares,
+            nodes=nodes,
+            active_nodes=active_nodes,
             max_restarts=max_restarts,
             first_cycle=cycle,
             limits=limits,
             past=past,
             has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
             stop_timeout_s=workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
+            # Losing it loses the Coordinator: training load should not be what takes it down.
+            last_choice=job.node_name if active_nodes < len(nodes) else None,
+            segment=segment,
+            group_size=group_size,
+            rejoin_timeout_s=rejoin_timeout,
         ),
         welcome=msg.Welcome(
             program=msg.Program(kind=kind, target=target, args=list(args), cwd=os.getcwd()),
@@ -252,12 +297,14 @@ def main(
             max_restarts=max_restarts,
             stop_timeout_s=workers_stop_timeout,
             node=fault_tolerance.node_options(),
+            segment=segment,
         ),
         monitoring=monitoring,
         keep_timeouts=fault_tolerance.calc_ft_timeouts,
         run_dir=directory,
         slurm=client,
         step_argv=step.argv(),
+        rejoin_argv=lambda node: dataclasses.replace(step, nodes=[node], overlap=True).argv(),
         step_environ=scrubbed_environment(os.environ),
         iteration_file=fault_tolerance.checkpoint_iteration_file,
         ends=in_slurm.ends,

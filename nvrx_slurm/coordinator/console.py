@@ -26,6 +26,12 @@ def line_for(record: Record) -> str | None:
             return f"what rank {event.rank} was doing: {event.file}"
         case journal.NodeLost() as event:
             return f"node {event.node} is gone: {event.why}"
+        case journal.NodeJoined() as event if event.returned:
+            return f"node {event.node} is back, with a new agent"
+        case journal.NodeGivenUp() as event:
+            return f"node {event.node} stays away: {event.why}"
+        case journal.TopologyIgnored() as event:
+            return f"ranks are not placed by topology: {event.why}"
         case journal.NodeExcluded() as event:
             return f"node {event.node} is excluded: {event.reason}"
         case journal.NodeSuspected() as event:

@@ -10,7 +10,8 @@
 * A *cycle* is one attempt of the whole worker group: one fails, all restart.
 * Whatever a message says about another cycle than the current one, or about another node's ranks, is ignored.
 * The job succeeds only when every rank of one cycle has been seen to exit with 0, unasked.
-* Survivors keep their group rank; a spare takes the place of a node that is gone.
+* Survivors keep their group rank; a spare takes the place of a node that is gone (``placement.py``).
+* A lost node may come back: to the end of the line of spares, or into the place that waits for it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.membership import Membership
 from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits, Past
+from nvrx_slurm.coordinator.placement import Rules
 from nvrx_slurm.coordinator.progress import Signs, highest
 from nvrx_slurm.coordinator.running_cycle import RunningCycle, exit_fault
 from nvrx_slurm.coordinator.steps import (
@@ -45,6 +47,7 @@ from nvrx_slurm.coordinator.steps import (
     NodeLeaving,
     NodeLost,
     NodeReady,
+    NodeStaysAway,
     NodeStepping,
     NodeStopped,
     NodeUnusable,
@@ -52,6 +55,7 @@ from nvrx_slurm.coordinator.steps import (
     RankExited,
     RankStalled,
     ReadIteration,
+    Recall,
     SlurmAnswered,
     SnapshotsTaken,
     StartCycle,
@@ -80,7 +84,7 @@ class Policy:
     """What the user decided."""
 
     nodes: tuple[str, ...]
-    """The allocation in the order in which nodes are preferred as active."""
+    """The allocation in Slurm's order."""
     active_nodes: int
     max_restarts: int
     first_cycle: int = 0
@@ -103,6 +107,16 @@ class Policy:
     """How long the search for the hung rank may delay the restart."""
     consult_timeout_s: float = 10.0
     """How long Slurm may take to say whether it is ending the job."""
+    last_choice: str | None = None
+    """The node that gets ranks only when no other will do: the batch host, which has the Coordinator."""
+    segment: int = 1
+    """Nodes of the group that must be of one NVLink domain; 1: any."""
+    group_size: int = 1
+    """Nodes of one replacement group; 1: there are none."""
+    rejoin_timeout_s: float = 0.0
+    """Too few nodes, some lost: how long to wait for an agent to come back. 0: lost nodes stay away."""
+    max_agent_losses: int = 3
+    """A node that has lost its agent so often stays away."""
 
     @property
     def max_nodes(self) -> int:
@@ -146,7 +160,10 @@ class CycleMachine:
         self.policy = policy
         self.phase = Phase.FORMING
         self.cycle = policy.first_cycle
-        self.members = Membership(policy.nodes, policy.max_unknown_nodes)
+        if policy.active_nodes % policy.segment:
+            raise ValueError(f"active_nodes {policy.active_nodes} is no multiple of segment {policy.segment}")
+        rules = Rules(policy.active_nodes, policy.segment, policy.group_size)
+        self.members = Membership(policy.nodes, rules, policy.last_choice, policy.max_unknown_nodes)
         self.budget = Budget(policy.max_restarts, policy.limits, replace(policy.past.progress))
         self._suspects = Suspects(policy.limits.exclude_after, policy.past.faults)
         self._fruits = Fruits()
@@ -157,6 +174,9 @@ class CycleMachine:
         self._signalled = False
         self._awaits_slurm = False
         self._left_by_signal = False
+        self._asked_away: list[str] = []
+        """Nodes whose agents were asked to go; recalled when it is clear that the job is not being ended."""
+        self._topology_told = False
         self._for_lack_of_nodes: tuple[End, Blame | None] | None = None
         self._unscored: UnscoredCycle | None = None
         self._commands: list[Command] = []
@@ -210,6 +230,8 @@ class CycleMachine:
                 self._leaving(event)
             case NodeLost():
                 self._lost(event)
+            case NodeStaysAway():
+                self._stays_away(event)
             case SlurmAnswered():
                 self._slurm_answered(event)
             case StepEnded():
@@ -311,8 +333,8 @@ class CycleMachine:
             self._exclude(node, misfit)
             self._do(Disconnect(node, misfit))
         else:
-            members.connect(node, event.slots)
-            self._write(journal.NodeJoined(node=node, slots=event.slots))
+            returned = members.connect(node, event.slots, event.location)
+            self._write(journal.NodeJoined(node=node, slots=event.slots, returned=returned))
         if again is not None:
             self._agent_is_gone(node, again)
         elif self.phase is Phase.FORMING:
@@ -347,8 +369,9 @@ class CycleMachine:
         if not self.members.is_connected(event.node):
             return
         self._left_by_signal |= event.by_signal
-        self.members.disconnect(event.node)
+        self.members.lose(event.node)
         self._write(journal.NodeLost(node=event.node, why=event.why))
+        self._may_return(event.node, asked=event.by_signal)
         self._agent_is_gone(event.node, event.why, asked=event.by_signal)
 
     def _agent_is_gone(self, node: str, why: str, asked: bool = False) -> None:
@@ -361,6 +384,41 @@ class CycleMachine:
             self._node_lost(node, why, asked)
         if stopping:
             self._node_stopped(node)
+
+    def _may_return(self, node: str, asked: bool) -> None:
+        """Have a new agent started on a lost node, unless it loses one after the other."""
+        losses = self.members.losses_of(node)
+        if self.policy.rejoin_timeout_s <= 0:
+            return
+        if losses >= self.policy.max_agent_losses:
+            self._exclude(node, f"it has lost its agent {losses} times")
+        elif asked and not self.members.is_awaited(node):
+            self._asked_away.append(node)
+        else:
+            self._recall(node)
+
+    def _recall(self, *nodes: str) -> None:
+        for node in nodes:
+            if not self.members.is_connected(node) and self.members.reason_of(node) is None:
+                self._await(node)
+                self._do(Recall(node))
+
+    def _await(self, *nodes: str) -> None:
+        for node in nodes:
+            self.members.await_return(node)
+            self._do(Arm(Timer.REJOIN, self.policy.rejoin_timeout_s))
+
+    def _recall_asked_away(self) -> None:
+        nodes, self._asked_away = self._asked_away, []
+        self._recall(*nodes)
+
+    def _stays_away(self, event: NodeStaysAway) -> None:
+        if event.node not in self.members or self.members.is_connected(event.node):
+            return
+        self.members.give_up(event.node)
+        self._write(journal.NodeGivenUp(node=event.node, why=event.why))
+        if self.phase is Phase.FORMING:
+            self._form()
 
     def _node_lost(self, node: str, why: str, asked: bool) -> None:
         fault = FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why)
@@ -386,25 +444,31 @@ class CycleMachine:
         if self._draining:
             self._end(EXIT_RESTART_ELSEWHERE, "asked to stop before a new cycle could begin")
             return
-        if not members.can_fill(policy.active_nodes):
-            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, self._too_few()))
+        if not self.active and not members.expects_more and members.lacks_domains:
+            self._end(
+                EXIT_USAGE,
+                f"segments of {policy.segment} nodes need NVLink domains, and no node tells its own: neither "
+                "NVML's fabric information nor NVRX_DOMAIN_ID",
+            )
+            return
+        shortage = members.shortage(self.active)
+        if shortage is not None:
+            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, shortage))
             return
         if members.usable_count < policy.active_nodes:
             return
         if members.expects_more and not self._grace_over and self.budget.restarts == 0:
             self._do(Arm(Timer.FORM_GRACE, policy.form_grace_s))
             return
-        self._start_cycle()
+        nodes = members.choose(self.active)
+        if nodes is not None:
+            self._start_cycle(nodes)
 
-    def _too_few(self) -> str:
-        left = self.members.usable_count
-        return (
-            f"too few nodes: training needs {self.policy.active_nodes}, {left} "
-            f"{'is' if left == 1 else 'are'} left and there is no spare"
-        )
-
-    def _start_cycle(self) -> None:
-        nodes = self.members.choose(self.active, self.policy.active_nodes)
+    def _start_cycle(self, nodes: tuple[str, ...]) -> None:
+        trouble = "" if self._topology_told else self.members.topology.trouble
+        if trouble:
+            self._topology_told = True
+            self._write(journal.TopologyIgnored(why=trouble))
         self._current = RunningCycle(nodes, self.members.slots, began=self._now)
         self.phase = Phase.RUNNING
         self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))
@@ -414,6 +478,7 @@ class CycleMachine:
             )
         )
         self._do(StartCycle(self.cycle, nodes, self.members.slots))
+        self._recall_asked_away()
 
     # --- running -------------------------------------------------------------------------------------
 
@@ -531,8 +596,9 @@ class CycleMachine:
         self._do(Disarm(Timer.STOP))
         self._exclude_as_asked()
         self._measure()
-        lack = not self.members.can_fill(self.policy.active_nodes)
-        if self._ending is None and not (lack and self._left_by_signal):
+        shortage = self.members.shortage(self.active)
+        ask_slurm = shortage is not None and self._left_by_signal
+        if self._ending is None and not ask_slurm:
             self._tell_faults()
         self._write(
             journal.WorkersStopped(
@@ -545,9 +611,12 @@ class CycleMachine:
             self._end_unless_slurm_is_asked()
             return
         blame = find_culprit(self._current.faults)
-        if lack and self._left_by_signal:
-            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, f"{self._too_few()}: {blame.why}"), blame)
-            return
+        if ask_slurm:
+            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, f"{shortage}: {blame.why}"), blame)
+        else:
+            self._restart_or_end(blame)
+
+    def _restart_or_end(self, blame: Blame) -> None:
         self._blame_node(blame.fault)
         self._score(blame)
         stop = self._reason_to_stop(blame)
@@ -558,6 +627,9 @@ class CycleMachine:
         self._replace_culprit(blame.fault)
         self.budget.spend(self._now)
         self.cycle += 1
+        self._form_again()
+
+    def _form_again(self) -> None:
         self.phase = Phase.FORMING
         self._do(Arm(Timer.JOIN, self.policy.join_timeout_s))
         self._form()
@@ -609,8 +681,9 @@ class CycleMachine:
         if used_up is not None:
             code = self.policy.limits.no_restart_code if used_up.rule == NO_PROGRESS else EXIT_FAILED
             return End(code, f"{used_up.why}: {blame.why}"), replace(blame, rule=used_up.rule or blame.rule)
-        if not self.members.can_fill(self.policy.active_nodes):
-            return End(EXIT_RESTART_ELSEWHERE, f"{self._too_few()}: {blame.why}"), blame
+        shortage = self.members.shortage(self.active)
+        if shortage is not None:
+            return End(EXIT_RESTART_ELSEWHERE, f"{shortage}: {blame.why}"), blame
         return None
 
     # --- progress ------------------------------------------------------------------------------------
@@ -700,11 +773,27 @@ class CycleMachine:
         elif event.job_state not in (None, "RUNNING"):
             self._end(128 + signal.SIGTERM, f"Slurm has ended the job: {event.job_state}")
         elif self._for_lack_of_nodes is not None:
-            self._end_for(*self._for_lack_of_nodes)
+            self._go_on_or_end(*self._for_lack_of_nodes)
 
     @property
     def _signalled_or_consulting(self) -> bool:
         return self._signalled or self.phase is Phase.CONSULTING
+
+    def _go_on_or_end(self, end: End, blame: Blame | None) -> None:
+        """Slurm is not ending the job: nodes whose agents were asked to go may come back."""
+        self._recall_asked_away()
+        if self.policy.rejoin_timeout_s > 0:
+            # They are recalled when they have gone.
+            self._await(*self.members.leaving)
+        if self._draining or self.members.shortage(self.active) is not None:
+            if blame is not None:
+                self._blame_node(blame.fault)
+            self._end_for(end, blame)
+        elif blame is None:
+            self._form_again()
+        else:
+            self._tell_faults()
+            self._restart_or_end(blame)
 
     def _end_for(self, end: End, blame: Blame | None) -> None:
         self._tell_faults()
@@ -791,6 +880,10 @@ class CycleMachine:
                     self._write(journal.NodeLost(node=node, why="its agent never joined"))
                 self.members.expect_no_more()
                 self._form()
+            case Timer.REJOIN:
+                self.members.await_nobody()
+                if self.phase is Phase.FORMING:
+                    self._form()
             case Timer.FORM_GRACE if self.phase is Phase.FORMING:
                 self._grace_over = True
                 self._form()

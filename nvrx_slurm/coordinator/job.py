@@ -22,6 +22,7 @@ from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
 from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
 from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
+from nvrx_slurm.coordinator.returns import Returns
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
@@ -100,6 +101,8 @@ class JobSpec:
     """When the job's time is over, Unix seconds; None: there is no limit."""
     time_limit_margin_s: float = 0.0
     """How long before that the ranks are asked to save; 0: not at all."""
+    rejoin_argv: Callable[[str], Sequence[str]] | None = None
+    """The srun line of a new agent on one node; None only if :attr:`Policy.rejoin_timeout_s` is 0."""
 
     @property
     def fence(self) -> str:
@@ -127,6 +130,7 @@ class JobRunner:
         self._background: list[asyncio.Task[None]] = []
         """Those of the tasks whose result is of no use once the job has ended."""
         self._ended: asyncio.Future[steps.End] | None = None
+        self._returns: Returns | None = None
         self._complete: defaultdict[tuple[int, int], asyncio.Event] = defaultdict(asyncio.Event)
         """Set when all output of a rank, named by cycle and rank, has arrived."""
         self._asked_to_stop: int | None = None
@@ -155,7 +159,9 @@ class JobRunner:
         self._announce()
         self._stores.start()
         writing = asyncio.create_task(self._write_logs())
-        step = AgentsStep(self._spec.step_argv, self._agents_environ(port), self._terminal.say)
+        environ = self._agents_environ(port)
+        step = AgentsStep(self._spec.step_argv, environ, self._terminal.say)
+        self._returns = self._new_returns(environ)
         end = steps.End(EXIT_FAILED, "")
         if self._spec.time_limit_margin_s > 0:
             self._background.append(self._spawn(self._watch_time_limit()))
@@ -166,7 +172,7 @@ class JobRunner:
             end = await self._ended
         finally:
             await self._server.shut_down(_AGENTS_GRACE_S, end.code)
-            await step.end(_SRUN_GRACE_S)
+            await asyncio.gather(step.end(_SRUN_GRACE_S), self._end_returned())
             await self._stores.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._log_queue.join(), _LAST_OUTPUT_TIMEOUT_S)
@@ -252,6 +258,24 @@ class JobRunner:
             rpc.FENCE_VARIABLE: self._spec.fence,
         }
 
+    def _new_returns(self, environ: Mapping[str, str]) -> Returns | None:
+        spec, rejoin_argv = self._spec, self._spec.rejoin_argv
+        if rejoin_argv is None or spec.slurm is None:
+            return None
+
+        def new_step(node: str) -> AgentsStep:
+            self._terminal.say(f"starting a new agent on {node}")
+            return AgentsStep(rejoin_argv(node), environ, self._terminal.say)
+
+        def stays_away(node: str, why: str) -> None:
+            self._feed(steps.NodeStaysAway(node, why))
+
+        return Returns(new_step, spec.slurm, spec.job_id, stays_away)
+
+    async def _end_returned(self) -> None:
+        if self._returns is not None:
+            await self._returns.close(_SRUN_GRACE_S)
+
     async def _start_step(self, step: AgentsStep) -> None:
         try:
             await step.start()
@@ -272,8 +296,10 @@ class JobRunner:
 
     # --- events in -----------------------------------------------------------------------------------
 
-    def joined(self, node: str, slots: int, place: int | None) -> None:
-        self._feed(steps.NodeJoined(node, slots, place))
+    def joined(self, node: str, joined: msg.Joined, address: str) -> None:
+        if self._returns is not None:
+            self._returns.joined(node, address)
+        self._feed(steps.NodeJoined(node, joined.slots, joined.place, joined.location))
 
     def unusable(self, node: str, why: str) -> None:
         self._feed(steps.NodeUnusable(node, why))
@@ -427,6 +453,8 @@ class JobRunner:
                     self._background.append(self._spawn(self._read_iteration(command.cycle)))
                 case steps.ConsultSlurm():
                     self._spawn(self._consult_slurm())
+                case steps.Recall() if self._returns is not None:
+                    self._returns.recall(command.node)
                 case steps.Disconnect():
                     self._server.disconnect(command.node, command.why)
                 case steps.Arm():
@@ -521,6 +549,8 @@ class JobRunner:
         match event:
             case journal.NodeLost() | journal.NodeExcluded(on_trial=False):
                 self._bad_nodes.add(event.node)
+            case journal.NodeJoined():
+                self._bad_nodes.discard(event.node)
             case _:
                 pass
         try:

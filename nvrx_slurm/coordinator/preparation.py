@@ -4,22 +4,67 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import re
 from pathlib import Path
 
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.journal import CycleStarted, JobStarted, iterate_journal
 
 
-def preferred_order(nodes: Sequence[str], batch_host: str | None, spares: int) -> tuple[str, ...]:
-    """Return ``nodes`` in the order in which they should become active.
+class NodeCountError(ValueError):
+    """The job can't be divided into active nodes and spares as asked; the message is one sentence."""
 
-    Slurm's order, except that the batch host comes last when there is a spare: losing it loses the
-    Coordinator, so training load should not be what takes it down.
+
+def parse_nnodes(text: str) -> tuple[int, int]:
+    """Read torchrun's ``--nnodes``: ``MIN:MAX``, or one number for both.
+
+    Raises:
+        NodeCountError: it is neither.
     """
-    if spares and batch_host is not None and batch_host in nodes:
-        return (*(node for node in nodes if node != batch_host), batch_host)
-    return tuple(nodes)
+    match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text, re.ASCII)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < least <= most:
+        raise NodeCountError(f"--nnodes {text[:40]!r}: MIN:MAX or one number is accepted, 0 < MIN <= MAX")
+    return least, most
+
+
+def count_active(nodes: int, spares: int | None, nnodes: str | None, segment: int) -> int:
+    """Return how many of the job's ``nodes`` train; the others are spares.
+
+    Args:
+        spares: ``--spares``; None: not given.
+        nnodes: ``--nnodes``: MIN nodes train, the rest, at most up to MAX, are spares; None: not given.
+        segment: ``--ft-segment``.
+
+    Raises:
+        NodeCountError: the options contradict each other or the job.
+    """
+    kept = spares or 0
+    if nnodes is None:
+        if kept >= nodes:
+            raise NodeCountError(f"--spares: {kept} of {nodes} nodes leave none to train on")
+        active = nodes - kept
+    else:
+        active, most = parse_nnodes(nnodes)
+        if ":" not in nnodes:
+            most += kept
+        if nodes < active:
+            raise NodeCountError(f"--nnodes {nnodes}: this job has only {nodes} nodes")
+        if nodes > most:
+            raise NodeCountError(
+                f"--nnodes {nnodes}: this job has {nodes} nodes; "
+                f"--nnodes {active}:{nodes} keeps the rest as spares"
+            )
+        if spares is not None and spares != nodes - active:
+            raise NodeCountError(
+                f"--nnodes {nnodes} leaves {nodes - active} of {nodes} nodes as spares, "
+                f"--spares says {spares}"
+            )
+    if active % segment:
+        raise NodeCountError(
+            f"--ft-segment {segment}: the {active} nodes that train are no multiple of {segment}"
+        )
+    return active
 
 
 def first_cycle(run_dir: RunDir) -> int:

@@ -28,7 +28,9 @@ class CannotListenError(OSError):
 class Sink(Protocol):
     """Who is told; called in the event loop, returns at once."""
 
-    def joined(self, node: str, slots: int, place: int | None) -> None: ...
+    def joined(self, node: str, joined: msg.Joined, address: str) -> None:
+        """``address``: where the agent's connection comes from, as gRPC names it."""
+        ...
 
     def unusable(self, node: str, why: str) -> None: ...
 
@@ -160,7 +162,7 @@ class AgentServer:
         self._connections[node] = connection
         if self._closing is not None:
             connection.outbox.put_nowait(self._closing)
-        self._sink.joined(node, joined.slots, joined.place)
+        self._sink.joined(node, joined, context.peer())
         tasks = [
             asyncio.create_task(self._read(context, node, connection)),
             asyncio.create_task(self._write(context, connection)),

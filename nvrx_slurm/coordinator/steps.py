@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 
 from nvrx_slurm.journal.events import AnyEvent
-from nvrx_slurm.wire.messages import RankSnapshot
+from nvrx_slurm.wire.messages import UNKNOWN_LOCATION, NodeLocation, RankSnapshot
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 
@@ -19,6 +19,7 @@ class Timer(enum.Enum):
     STOP = "stop"
     PROBE = "probe"
     CONSULT = "consult"
+    REJOIN = "rejoin"
 
 
 # --- events ------------------------------------------------------------------------------------------
@@ -30,6 +31,7 @@ class NodeJoined:
     slots: int
     place: int | None = None
     """Where it wants to stand; see :meth:`Membership.admit`."""
+    location: NodeLocation = UNKNOWN_LOCATION
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class NodeLost:
     why: str
     by_signal: bool = False
     """Its agent was asked to go, as Slurm does when it ends the job."""
+
+
+@dataclass(frozen=True)
+class NodeStaysAway:
+    """Answer to :class:`Recall`: no new agent will come from there."""
+
+    node: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -214,6 +224,7 @@ Event = (
     | NodeUnusable
     | NodeLeaving
     | NodeLost
+    | NodeStaysAway
     | SlurmAnswered
     | StartFailed
     | RankExited
@@ -290,6 +301,13 @@ class ConsultSlurm:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """Start a new agent on a node that has lost its own, as soon as the node is there."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class Disconnect:
     node: str
     why: str
@@ -320,6 +338,7 @@ Command = (
     | AskRanksToStop
     | ReadIteration
     | ConsultSlurm
+    | Recall
     | Disconnect
     | Arm
     | Disarm

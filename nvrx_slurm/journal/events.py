@@ -68,10 +68,25 @@ class NodeJoined(Event, frozen=True, tag="node_joined"):
     node: str
     slots: int
     """Workers that this node runs when it is active."""
+    returned: bool = False
+    """It had been lost before, and has a new agent now."""
 
 
 class NodeLost(Event, frozen=True, tag="node_lost"):
     node: str
+    why: str
+
+
+class NodeGivenUp(Event, frozen=True, tag="node_given_up"):
+    """Nobody tries any more to bring a lost node back."""
+
+    node: str
+    why: str
+
+
+class TopologyIgnored(Event, frozen=True, tag="topology_ignored"):
+    """Ranks are not placed by the network's topology, although Slurm tells one."""
+
     why: str
 
 
@@ -275,6 +290,8 @@ AnyEvent = (
     JobStarted
     | NodeJoined
     | NodeLost
+    | NodeGivenUp
+    | TopologyIgnored
     | NodeExcluded
     | NodeSuspected
     | CycleStarted

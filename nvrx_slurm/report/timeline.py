@@ -14,12 +14,14 @@ from nvrx_slurm.journal import (
     JobEnded,
     JobStarted,
     NodeExcluded,
+    NodeGivenUp,
     NodeJoined,
     NodeLost,
     NotRequeued,
     Requeued,
     StopRequested,
     TimeoutsCalculated,
+    TopologyIgnored,
     Verdict,
     WorkersStarted,
     WorkersStopped,
@@ -102,14 +104,19 @@ class _Teller:
         match entry.record.event:
             case JobStarted() as event:
                 yield MomentKind.JOB_STARTED, self._job_started(event)
-            case NodeJoined(node=node):
+            case NodeJoined(node=node, returned=returned):
                 if node in self._out or self._began:
-                    yield MomentKind.NODE_JOINED, f"{clean(node)} joined"
+                    how = "is back, with a new agent" if returned else "joined"
+                    yield MomentKind.NODE_JOINED, f"{clean(node)} {how}"
                 self._out.discard(node)
             case NodeLost() as event:
                 self._out.add(event.node)
                 if not self._seen_as_fault(event.node):
                     yield MomentKind.NODE_LOST, f"{clean(event.node)} lost: {clean(event.why)}"
+            case NodeGivenUp(node=node, why=why):
+                yield MomentKind.NODE_GIVEN_UP, f"{clean(node)} stays away: {clean(why)}"
+            case TopologyIgnored(why=why):
+                yield MomentKind.TOPOLOGY_IGNORED, f"ranks are not placed by topology: {clean(why)}"
             case NodeExcluded(node=node, reason=reason):
                 yield MomentKind.NODE_EXCLUDED, f"{clean(node)} excluded: {clean(reason)}"
             case StopRequested(signal=signal):

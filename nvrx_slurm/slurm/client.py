@@ -74,7 +74,10 @@ class Node:
     @property
     def usable(self) -> bool:
         """Jobs can be started on it, now or when it is free again, as far as Slurm knows."""
-        return not any(word in self.state for word in ("down", "drain", "fail", "maint", "unknown", "*"))
+        return not any(
+            word in self.state
+            for word in ("down", "drain", "fail", "maint", "unknown", "not_responding", "*")
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,14 @@ class SlurmClient(Protocol):
 
     def node_address(self, node: str) -> str:
         """Return the address that Slurm itself uses for ``node`` (``NodeAddr``).
+
+        Raises:
+            SlurmUnavailableError
+        """
+        ...
+
+    def node(self, node: str) -> Node:
+        """Return what Slurm holds about ``node``.
 
         Raises:
             SlurmUnavailableError
@@ -188,6 +199,10 @@ class ScontrolClient:
 
     def job(self, job_id: str) -> Job:
         return parse_job(self._scontrol("show", "job", job_id), job_id)
+
+    def node(self, node: str) -> Node:
+        fields = parse_fields(self._scontrol("show", "node", node))
+        return Node(node, fields.get("State", "unknown").lower(), fields.get("Reason", ""))
 
     def partition_nodes(self, partition: str) -> list[Node]:
         argv = ["sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%E"]

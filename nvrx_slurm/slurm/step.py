@@ -21,6 +21,8 @@ class AgentStep:
     command: Sequence[str]
     extra: Sequence[str] = ()
     """The user's own srun arguments; they come last, so they win."""
+    overlap: bool = False
+    """Run beside the job's other steps, which hold its nodes."""
 
     def argv(self) -> list[str]:
         count = str(len(self.nodes))
@@ -39,6 +41,7 @@ class AgentStep:
             count,
             "-w",
             compress_hostlist(self.nodes),
+            *(["--overlap"] if self.overlap else []),
             *self.extra,
             *self.command,
         ]

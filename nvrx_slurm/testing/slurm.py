@@ -69,6 +69,10 @@ class FakeSlurmClient:
         self._answer()
         return self.addresses.get(node, node)
 
+    def node(self, node: str) -> Node:
+        self._answer()
+        return next((held for held in self.nodes if held.name == node), Node(node, "unknown", ""))
+
     def partition_nodes(self, partition: str) -> list[Node]:
         self._answer()
         return list(self.nodes)

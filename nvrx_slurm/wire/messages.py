@@ -58,6 +58,22 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     monitored: bool
 
 
+class NodeLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node is, and with whom; empty: not known."""
+
+    topology_addr: str = ""
+    """``SLURM_TOPOLOGY_ADDR``: switches or blocks from the root down, and the node."""
+    topology_pattern: str = ""
+    """``SLURM_TOPOLOGY_ADDR_PATTERN``: what each part of the address is."""
+    domain: str = ""
+    """The NVLink domain of the node's GPUs."""
+    group: str = ""
+    """``NVRX_REPLACEMENT_GROUP_ID``: nodes that are only used together."""
+
+
+UNKNOWN_LOCATION = NodeLocation()
+
+
 # --- agent to Coordinator ----------------------------------------------------------------------------
 
 
@@ -77,6 +93,7 @@ class Joined(Message, frozen=True):
     """Ranks that this node runs."""
     place: int | None = None
     """Where the node wants to stand among nodes that are not known beforehand; the lowest is preferred."""
+    location: NodeLocation = UNKNOWN_LOCATION
 
 
 class WorkersStarted(Message, frozen=True):
@@ -246,6 +263,8 @@ class Welcome(Message, frozen=True):
     virtual_local_rank: bool = False
     """Each rank sees one GPU, as device 0, and is local rank 0."""
     node: NodeOptions = NodeOptions()
+    segment: int = 1
+    """So many nodes of the group must be of one NVLink domain; above 1, agents tell theirs."""
 
 
 class Refused(Message, frozen=True):

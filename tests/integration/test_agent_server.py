@@ -35,8 +35,8 @@ class Heard:
         self.events: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.outputs: list[tuple[str, msg.LogMessage]] = []
 
-    def joined(self, node: str, slots: int, place: int | None) -> None:
-        self.events.put_nowait(("joined", node, slots))
+    def joined(self, node: str, joined: msg.Joined, address: str) -> None:
+        self.events.put_nowait(("joined", node, joined.slots))
 
     def unusable(self, node: str, why: str) -> None:
         self.events.put_nowait(("unusable", node, why))

@@ -18,6 +18,7 @@ Jobs = Callable[..., LocalJob]
 pytestmark = pytest.mark.timeout(90)
 COLD = ("--warm-start", "off")
 QUICK_STOP = ("--workers-stop-timeout", "300ms")
+STAY_AWAY = ("--rejoin-timeout", "0")
 
 
 def only(events: list[journal.FaultDetected]) -> journal.FaultDetected:
@@ -392,7 +393,7 @@ while True:
 
 
 def test_a_dead_agent_is_a_lost_node_and_the_guardian_clears_up(job: Jobs) -> None:
-    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=3, ranks=1).start()
+    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, *STAY_AWAY, nodes=3, ranks=1).start()
     run.wait_for_file("ready2.0")
     on_n3 = run.on("n3")
     run.named("nvrx-agent", "n3").kill()
@@ -417,7 +418,7 @@ def test_a_spare_takes_the_place_of_a_dead_agent(job: Jobs) -> None:
 
 
 def test_a_dead_guardian_takes_its_node_along_in_good_order(job: Jobs) -> None:
-    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=2, ranks=1).start()
+    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, *STAY_AWAY, nodes=2, ranks=1).start()
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
     run.named("nvrx-guardian", "n2").kill()
     assert run.wait() == 75
@@ -640,7 +641,7 @@ wait_for("go_on")
 
 
 def test_a_silent_coordinator_is_given_up_by_its_agents(job: Jobs) -> None:
-    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, nodes=2, ranks=1).start()
+    run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, *STAY_AWAY, nodes=2, ranks=1).start()
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
     run.signal(signal.SIGSTOP)
     until("only the Coordinator's own processes are left", lambda: len(run.processes()) <= 2, 15)

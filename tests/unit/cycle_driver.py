@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from nvrx_slurm import journal
@@ -34,8 +34,10 @@ class Job:
         *,
         past: Past | None = None,
         iteration_file: bool = False,
+        placing: Mapping[str, Any] | None = None,
         **limits: int | None,
     ) -> None:
+        """``placing``: what :class:`Policy` says of topology, segments and nodes that come back."""
         self.policy = Policy(
             nodes=node_names(active + spares),
             active_nodes=active,
@@ -43,6 +45,7 @@ class Job:
             limits=Limits(**limits),  # type: ignore[arg-type]
             past=past or Past(),
             has_iteration_file=iteration_file,
+            **(placing or {}),
         )
         self.slots = slots
         self.machine = CycleMachine(self.policy)

@@ -131,6 +131,9 @@ class Referee:
                 case steps.ProbeNodes(cycle, asked) | steps.AskRanksToStop(cycle, asked):
                     assert cycle == self.cycle
                     assert set(asked) <= set(self.group) & set(self.connected)
+                case steps.Recall(node):
+                    assert node not in self.connected, "nobody is called who is there"
+                    assert node not in self.excluded, "nor who must stay away"
                 case steps.ConsultSlurm():
                     self.lacked_nodes = self.lacks_nodes()
                 case steps.End():

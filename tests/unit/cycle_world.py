@@ -39,12 +39,12 @@ CYCLE_EVENTS = (
     steps.NodeStopped,
 )
 NEEDED_TIMER = {
-    Phase.FORMING: Timer.JOIN,
-    Phase.DIAGNOSING: Timer.PROBE,
-    Phase.STOPPING: Timer.STOP,
-    Phase.CONSULTING: Timer.CONSULT,
+    Phase.FORMING: {Timer.JOIN, Timer.REJOIN},
+    Phase.DIAGNOSING: {Timer.PROBE},
+    Phase.STOPPING: {Timer.STOP},
+    Phase.CONSULTING: {Timer.CONSULT},
 }
-"""In every phase in which the machine waits for somebody, one timer says for how long."""
+"""In every phase in which the machine waits for somebody, one of these says for how long."""
 
 
 class Setting(NamedTuple):
@@ -63,6 +63,8 @@ class Setting(NamedTuple):
     exclude_after: int = 3
     iteration_file: bool = False
     past: Past = Past()
+    rejoin_timeout_s: float = 0.0
+    """How long lost nodes are waited for."""
 
 
 class Move(NamedTuple):
@@ -90,6 +92,7 @@ class World:
             ),
             past=setting.past,
             has_iteration_file=setting.iteration_file,
+            rejoin_timeout_s=setting.rejoin_timeout_s,
         )
         self.slots = setting.slots
         self.machine = CycleMachine(self.policy)
@@ -102,6 +105,7 @@ class World:
         self.consulting = False
         self.to_read: list[int | None] = []
         """Cycles for which the iteration file is being read."""
+        self.recalled: set[str] = set()
         self.past: list[steps.Event] = []
         self.now = 0.0
         self.carry_out(self.machine.start())
@@ -146,6 +150,8 @@ class World:
                     self.consulting = True
                 case steps.ReadIteration(cycle):
                     self.to_read.append(cycle)
+                case steps.Recall(node):
+                    self.recalled.add(node)
                 case _:
                     pass
 
@@ -163,7 +169,7 @@ class World:
             assert not self.timers
             return
         needed = NEEDED_TIMER.get(machine.phase)
-        assert needed is None or needed in self.timers, "whoever waits has a timer"
+        assert needed is None or needed & self.timers, "whoever waits has a timer"
         referee = self.referee
         assert set(machine.members.usable) == referee.usable()
         match machine.phase:
@@ -215,6 +221,11 @@ class World:
         missing = [node for node in self.policy.nodes if node not in self.connected]
         if missing:
             self.feed(steps.NodeJoined(one_of(missing, who), self.slots))
+
+    def a_lost_node_stays_away(self, who: int, _how: int) -> None:
+        """Whoever was to bring it back has given up, or answers late."""
+        if self.recalled:
+            self.feed(steps.NodeStaysAway(one_of(sorted(self.recalled), who), "Slurm has taken it out"))
 
     def an_agent_cannot_take_part(self, who: int, _how: int) -> None:
         node = one_of([*self.policy.nodes, "x1"], who)
@@ -412,6 +423,7 @@ MOVES: dict[str, tuple[int, Callable[[World, int, int], None]]] = {
     for weight, move in (
         (3, World.an_agent_comes),
         (30, World.a_missing_agent_comes),
+        (8, World.a_lost_node_stays_away),
         (2, World.an_agent_cannot_take_part),
         (8, World.a_node_is_lost),
         (6, World.an_agent_leaves),

@@ -32,6 +32,15 @@ TOLD: list[tuple[AnyEvent, str]] = [
         "FAULT: rank 3 on n1 was killed by SIGKILL",
     ),
     (journal.NodeLost(node="n4", why="its connection broke"), "node n4 is gone: its connection broke"),
+    (journal.NodeJoined(node="n4", slots=2, returned=True), "node n4 is back, with a new agent"),
+    (
+        journal.NodeGivenUp(node="n4", why="Slurm has taken it out of the job"),
+        "node n4 stays away: Slurm has taken it out of the job",
+    ),
+    (
+        journal.TopologyIgnored(why="n4 has the address '' as ''"),
+        "ranks are not placed by topology: n4 has the address '' as ''",
+    ),
     (journal.NodeExcluded(node="n4", reason="too slow"), "node n4 is excluded: too slow"),
     (journal.WorkersStopped(nodes=2, seconds=0.25), "cycle 2: all workers stopped in 0.250 s"),
     (journal.StopRequested(signal="SIGTERM"), "received SIGTERM"),

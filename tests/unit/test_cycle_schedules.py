@@ -42,6 +42,7 @@ def setting(draw: st.DrawFn) -> Setting:
         exclude_after=draw(st.sampled_from([1, 2, 0])),
         iteration_file=draw(st.booleans()),
         past=draw(st.sampled_from(PASTS)),
+        rejoin_timeout_s=draw(st.sampled_from([0.0, 60.0])),
     )
 
 
@@ -75,6 +76,7 @@ def random_schedule(seed: int) -> tuple[Setting, list[Move]]:
         exclude_after=rng.choice([0, 1, 2, 3]),
         iteration_file=rng.random() < 0.3,
         past=rng.choice(PASTS),
+        rejoin_timeout_s=rng.choice([0.0, 60.0]),
     )
     return begins, [
         Move(rng.choice(weighted), rng.randint(0, 11), rng.randint(0, 11)) for _ in range(rng.randint(5, 120))

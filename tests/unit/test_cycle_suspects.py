@@ -46,7 +46,7 @@ def test_hangs_lost_connections_and_failed_starts_are_the_nodes_too() -> None:
     job.lose("n2").stopped("n1").join("n2")
     assert job.started[-1] == ("n1", "n3")
     # n2 has come back as a spare, and takes over from n1 that is lost now.
-    job.lose("n1").stopped("n3").lose("n4")
+    job.lose("n4").lose("n1").stopped("n3")
     assert job.machine.active == ("n2", "n3")
     job.fails(0, KILLED)
     assert [event.node for event in excluded(job)] == []

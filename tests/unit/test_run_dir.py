@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvrx_slurm.coordinator import run_dir
-from nvrx_slurm.coordinator.preparation import first_cycle, preferred_order
+from nvrx_slurm.coordinator.preparation import first_cycle
 from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
 from nvrx_slurm.journal import CycleStarted, JobEnded, JournalVersionError, JournalWriter
 
@@ -58,14 +58,6 @@ def test_a_place_where_nothing_can_be_written_is_refused_with_its_name(tmp_path:
             RunDir(path).claim()
         assert str(path) in str(error.value)
         assert "--run-dir or NVRX_RUN_DIR" in str(error.value)
-
-
-def test_the_batch_host_trains_last_where_there_is_a_spare() -> None:
-    nodes = ["n1", "n2", "n3"]
-    assert preferred_order(nodes, "n1", spares=1) == ("n2", "n3", "n1")
-    assert preferred_order(nodes, "n1", spares=0) == ("n1", "n2", "n3")
-    assert preferred_order(nodes, "login1", spares=1) == ("n1", "n2", "n3")
-    assert preferred_order(nodes, None, spares=1) == ("n1", "n2", "n3")
 
 
 def test_cycles_count_on_over_requeues(tmp_path: Path) -> None:

@@ -217,7 +217,8 @@ def test_options_reach_the_job(here: Path, jobs: list[JobSpec], monkeypatch: pyt
     )
     (spec,) = jobs
     assert (spec.host, spec.fence) == ("n1", "7.2.0")
-    assert (spec.policy.nodes, spec.policy.active_nodes) == (("n2", "n3", "n1"), 2)
+    assert (spec.policy.nodes, spec.policy.active_nodes) == (("n1", "n2", "n3"), 2)
+    assert spec.policy.last_choice == "n1", "the batch host gets ranks when no other is left"
     assert spec.policy.max_restarts == spec.welcome.max_restarts == 3
     assert spec.welcome.nproc_per_node == "4"
     assert (spec.monitoring.heartbeat.initial, spec.monitoring.heartbeat.subsequent) == (None, 90.0)
