@@ -171,7 +171,7 @@ class CycleMachine:
         self._grace_over = False
         self._ending: End | None = None
         self._draining = False
-        self._signalled = False
+        self._signalled: signal.Signals | None = None
         self._awaits_slurm = False
         self._left_by_signal = False
         self._asked_away: list[str] = []
@@ -578,11 +578,10 @@ class CycleMachine:
     def _order_stop(self, nodes: tuple[str, ...]) -> None:
         policy = self.policy
         hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
-        if self._ending is None or policy.term_timeout_s is None:
+        if self._signalled is None or policy.term_timeout_s is None:
             self._do(StopCycle(self.cycle, nodes, hung), Arm(Timer.STOP, policy.stop_timeout_s))
             return
-        asked = signal.Signals(self._ending.code - 128)
-        self._do(StopCycle(self.cycle, nodes, hung, asked, policy.term_timeout_s))
+        self._do(StopCycle(self.cycle, nodes, hung, self._signalled, policy.term_timeout_s))
         self._do(Arm(Timer.STOP, policy.stop_timeout_s + policy.term_timeout_s))
 
     def _node_stopped(self, node: str) -> None:
@@ -617,7 +616,6 @@ class CycleMachine:
             self._restart_or_end(blame)
 
     def _restart_or_end(self, blame: Blame) -> None:
-        self._blame_node(blame.fault)
         self._score(blame)
         stop = self._reason_to_stop(blame)
         if stop is not None:
@@ -633,11 +631,6 @@ class CycleMachine:
         self.phase = Phase.FORMING
         self._do(Arm(Timer.JOIN, self.policy.join_timeout_s))
         self._form()
-
-    def _blame_node(self, fault: FaultDetected) -> None:
-        place = self._current.place_of(fault.node)
-        if place is not None:
-            self._suspects.blame(fault, place, self._current.began)
 
     def _exclude_as_asked(self) -> None:
         for fault in self._current.faults:
@@ -743,7 +736,9 @@ class CycleMachine:
         self._stop_workers()
 
     def _verdict(self, action: VerdictAction, blame: Blame, why: str) -> None:
-        fault = blame.fault
+        fault, place = blame.fault, self._current.place_of(blame.fault.node)
+        if place is not None:
+            self._suspects.blame(fault, place, self._current.began)
         self._write(
             journal.Verdict(
                 action=action, rule=blame.rule, why=why, node=fault.node, rank=fault.rank, kind=fault.kind
@@ -777,7 +772,7 @@ class CycleMachine:
 
     @property
     def _signalled_or_consulting(self) -> bool:
-        return self._signalled or self.phase is Phase.CONSULTING
+        return self._signalled is not None or self.phase is Phase.CONSULTING
 
     def _go_on_or_end(self, end: End, blame: Blame | None) -> None:
         """Slurm is not ending the job: nodes whose agents were asked to go may come back."""
@@ -786,8 +781,6 @@ class CycleMachine:
             # They are recalled when they have gone.
             self._await(*self.members.leaving)
         if self._draining or self.members.shortage(self.active) is not None:
-            if blame is not None:
-                self._blame_node(blame.fault)
             self._end_for(end, blame)
         elif blame is None:
             self._form_again()
@@ -804,7 +797,7 @@ class CycleMachine:
     def _stop_requested(self, event: StopRequested) -> None:
         self._write(journal.StopRequested(signal=event.signal.name))
         end = End(128 + event.signal, f"asked to stop by {event.signal.name}")
-        again, self._signalled = self._signalled, True
+        again, self._signalled = self._signalled is not None, event.signal
         if again:
             self._end(end.code, end.why)
             return
@@ -817,7 +810,7 @@ class CycleMachine:
             self._end_unless_slurm_is_asked()
         elif self.phase in _AT_WORK:
             self._stop_workers()
-        elif self.policy.term_timeout_s is not None:
+        elif self.phase is Phase.STOPPING and self.policy.term_timeout_s is not None:
             # They have been told already, but of a shorter grace.
             self._order_stop(tuple(node for node in self.active if node in self._current.stopping))
 

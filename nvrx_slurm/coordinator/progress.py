@@ -133,11 +133,12 @@ class Progress:
         if not 0 < limits.max_no_progress_cycles <= self.in_a_row:
             return None
         cycles = f"{self.in_a_row} cycle{'' if self.in_a_row == 1 else 's'} in a row"
-        if self.early_end:
-            return f"{cycles} ended before the first step, the last by {self.early_end}"
+        early = f", and the last ended before its first step by {self.early_end}" if self.early_end else ""
         if self.saved is not None:
-            return f"{cycles} without progress: no checkpoint after step {self.saved}"
-        return f"{cycles} without progress: none came {_beyond(limits)} step {self.step}"
+            return f"{cycles} without progress: no checkpoint after step {self.saved}{early}"
+        if self.step is not None:
+            return f"{cycles} without progress: none came {_beyond(limits)} step {self.step}{early}"
+        return f"{cycles} ended before the first step, the last by {self.early_end}"
 
     def _take(self, signs: Signs, file_step: int | None, minimum: int) -> bool:
         """Note the steps; tell whether they grew."""

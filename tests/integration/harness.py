@@ -110,6 +110,18 @@ class LocalJob:
         self._argv[self._argv.index(str(self.script))] = str(path)
         self.script = path
 
+    def add_options(self, *options: str) -> None:
+        """Put options of nvrx-srun before the script."""
+        place = self._argv.index(str(self.script))
+        self._argv[place:place] = options
+
+    def share_run_dir(self, run_dir: Path, script: Path) -> None:
+        """Run in another run directory, as the next attempt of the same job and program does."""
+        script.write_text(self.script.read_text())
+        self.replace_script(script)
+        self._argv[self._argv.index(str(self.run_dir))] = str(run_dir)
+        self.run_dir = run_dir
+
     def environment_of_agents(self, **environment: str) -> None:
         """Set variables for agents and ranks alone."""
         self._environment.update({f"AGENT_{name}": value for name, value in environment.items()})

@@ -65,6 +65,7 @@ class Setting(NamedTuple):
     past: Past = Past()
     rejoin_timeout_s: float = 0.0
     """How long lost nodes are waited for."""
+    term_timeout_s: float | None = None
 
 
 class Move(NamedTuple):
@@ -93,6 +94,7 @@ class World:
             past=setting.past,
             has_iteration_file=setting.iteration_file,
             rejoin_timeout_s=setting.rejoin_timeout_s,
+            term_timeout_s=setting.term_timeout_s,
         )
         self.slots = setting.slots
         self.machine = CycleMachine(self.policy)

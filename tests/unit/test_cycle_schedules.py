@@ -43,6 +43,7 @@ def setting(draw: st.DrawFn) -> Setting:
         iteration_file=draw(st.booleans()),
         past=draw(st.sampled_from(PASTS)),
         rejoin_timeout_s=draw(st.sampled_from([0.0, 60.0])),
+        term_timeout_s=draw(st.sampled_from([None, 600.0])),
     )
 
 
@@ -77,6 +78,7 @@ def random_schedule(seed: int) -> tuple[Setting, list[Move]]:
         iteration_file=rng.random() < 0.3,
         past=rng.choice(PASTS),
         rejoin_timeout_s=rng.choice([0.0, 60.0]),
+        term_timeout_s=rng.choice([None, None, 600.0]),
     )
     return begins, [
         Move(rng.choice(weighted), rng.randint(0, 11), rng.randint(0, 11)) for _ in range(rng.randint(5, 120))

@@ -11,6 +11,7 @@ from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.steps import Timer
+from nvrx_slurm.wire.rank_channel import WorkloadAction
 
 
 class OpenJob(Job):
@@ -113,3 +114,11 @@ def test_a_restart_has_the_grace_of_a_restart(term_timeout_s: float | None) -> N
     (stop,) = job.new(steps.StopCycle)
     assert (stop.signal, stop.grace_s) == (signal.SIGTERM, None)
     assert job.timers[Timer.STOP] == job.policy.stop_timeout_s
+
+
+def test_ranks_that_nobody_from_outside_asked_to_stop_have_the_grace_of_a_restart() -> None:
+    job = OpenJob(active=2, term_timeout_s=1800.0).join("x", "y")
+    job.asks(0, WorkloadAction.ShutdownWorkload)
+    (stop,) = job.new(steps.StopCycle)
+    assert (stop.signal, stop.grace_s) == (signal.SIGTERM, None)
+    assert job.stopped("x", "y").end.code == 0
