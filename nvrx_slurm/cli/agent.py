@@ -10,8 +10,12 @@ import sys
 
 import click
 
+from nvrx_slurm.agent.node_hold import NodeInUseError, hold_name, hold_node
 from nvrx_slurm.agent.private_places import new_private_dir
 from nvrx_slurm.wire import rpc
+
+_PREDECESSOR_S = 30.0
+"""Above the time in which an agent that is cut off ends its ranks (:data:`rpc.COORDINATOR_SILENCE_MS`)."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,6 +32,11 @@ def main() -> None:
     coordinator = os.environ.pop(rpc.COORDINATOR_VARIABLE)
     token = os.environ.pop(rpc.TOKEN_VARIABLE)
     fence = os.environ.pop(rpc.FENCE_VARIABLE)
+    try:
+        # Held by guardian and agent until the last of both has ended.
+        held = hold_node(hold_name(os.environ, node), _PREDECESSOR_S)
+    except (NodeInUseError, OSError) as error:
+        raise click.ClickException(f"{node}: {error}") from error
     try:
         private_dir = new_private_dir(os.environ)
     except OSError as error:
@@ -53,4 +62,5 @@ def main() -> None:
 
     from nvrx_slurm.agent.guardian import run_guarded
 
-    sys.exit(run_guarded(agent, private_dir))
+    with held:
+        sys.exit(run_guarded(agent, private_dir))

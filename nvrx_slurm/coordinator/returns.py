@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import enum
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import unquote
@@ -52,6 +52,9 @@ class Pace:
     """After the first attempt that failed; doubles."""
 
 
+_PACE = Pace()
+
+
 class _Condition(enum.Enum):
     USABLE = enum.auto()
     NOT_NOW = enum.auto()
@@ -66,14 +69,19 @@ class Returns:
         slurm: SlurmClient,
         job_id: str,
         stays_away: Callable[[str, str], None],
-        pace: Pace = Pace(),
+        pace: Pace = _PACE,
+        answers: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """``stays_away`` is called with a node and the reason when there is no use in trying."""
+        """``stays_away`` is called with a node and the reason when there is no use in trying.
+
+        ``answers`` stands in for :func:`kernel_answers`.
+        """
         self._new_step = new_step
         self._slurm = slurm
         self._job_id = job_id
         self._stays_away = stays_away
         self._pace = pace
+        self._answers = answers or kernel_answers
         self._addresses: dict[str, str] = {}
         self._arrived: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -153,7 +161,7 @@ class Returns:
     async def _until_usable(self, node: str) -> str | None:
         """Wait until an agent can be started on ``node``; return why there will never be one."""
         async for _ in self._looks(node):
-            answers = await kernel_answers(self._addresses[node])
+            answers = await self._answers(self._addresses[node])
             async with self._questions:
                 found = await asyncio.get_running_loop().run_in_executor(None, self._ask_slurm, node)
             if isinstance(found, str):
