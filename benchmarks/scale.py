@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """How the Coordinator bears many nodes: a real one, over the real protocol, with simulated agents.
 
+A bare gRPC server with the same agents shows what of it is gRPC's and theirs.
+
 .venv/bin/python benchmarks/scale.py --help    Needs no root; each simulated agent is one TCP connection here.
 """
 
@@ -26,22 +28,33 @@ from rich.console import Console
 
 from nvrx_slurm.journal import CycleStarted, FirstStep, JournalFollower, Record
 
-_COORDINATOR = Path(__file__).parent / "bench" / "scale" / "coordinator.py"
+_FLOOR = "floor"
+_SERVERS = {document.OURS: "coordinator.py", _FLOOR: "floor.py"}
+"""Who serves the agents: our Coordinator; and a bare grpc.aio server with the same streams and messages."""
 _SPARES = 8
 _SLOTS = 8
 _SIZES = (64, 512, 2048, 8192)
 _QUICK_SIZES = (64, 1024)
 _BOUND_S = 120.0
-_STEADY_S = 10.0
+_STEADY_S = 8.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Between two moments of the agents' process: wall clock, and processor time of both processes, seconds."""
+
+    wall_s: float
+    server_s: float
+    agents_s: float
 
 
 @dataclass(frozen=True)
 class Trial:
     """What one job of one size showed."""
 
-    form_s: float
+    form: Span
     """From the first agent's start to the last agent's assignment."""
-    reform_s: float
+    reform: Span
     """From the cut of one agent to the last assignment of the next cycle."""
     steady_percent: float
     """Of one core, by the Coordinator while nothing happens."""
@@ -69,22 +82,22 @@ class _Job:
 
         self._wait(there, f"{kind.__name__} of cycle {cycle}")
 
-    def time_of(self, what: str, cycle: int | None = None) -> float:
-        """Return when the agents' process said ``what``."""
-        found: list[float] = []
+    def span(self, begin: str, end: str, cycle: int) -> Span:
+        """Return what passed between two things that the agents' process said."""
+        one, other = self._said(begin, cycle), self._said(end, cycle)
+        return Span(*(other[key] - one[key] for key in ("t", "server_cpu", "agents_cpu")))
+
+    def _said(self, what: str, cycle: int) -> dict[str, float]:
+        found: list[dict[str, float]] = []
 
         def there() -> bool:
-            found.extend(
-                entry["t"]
-                for entry in self._said()
-                if entry["what"] == what and entry.get("cycle") in (cycle, None)
-            )
+            found.extend(said for said in self._all_said() if (said["what"], said["cycle"]) == (what, cycle))
             return bool(found)
 
         self._wait(there, what)
         return found[0]
 
-    def _said(self) -> Iterator[dict[str, float]]:
+    def _all_said(self) -> Iterator[dict[str, float]]:
         for line in self._output.read_text(errors="replace").splitlines():
             start = line.find('{"what"')
             if start >= 0:
@@ -102,8 +115,9 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _job(directory: Path, nodes: int) -> Iterator[_Job]:
-    command = [sys.executable, _COORDINATOR, directory / "run", str(nodes), str(_SPARES), str(_SLOTS)]
+def _job(directory: Path, nodes: int, who: str) -> Iterator[_Job]:
+    program = Path(__file__).parent / "bench" / "scale" / _SERVERS[who]
+    command = [sys.executable, program, directory / "run", str(nodes), str(_SPARES), str(_SLOTS)]
     with (
         _output_of(directory).open("wb") as output,
         ending.program(command, stdout=output, stderr=subprocess.STDOUT) as process,
@@ -115,14 +129,14 @@ def _output_of(directory: Path) -> Path:
     return directory / "output"
 
 
-def run_trial(nodes: int) -> Trial:
+def run_trial(nodes: int, who: str) -> Trial:
     """Form a cycle of ``nodes``, watch it, lose one, form it again."""
     with (
         tempfile.TemporaryDirectory(prefix="nvrx-scale-") as directory,
-        _job(Path(directory), nodes) as job,
+        _job(Path(directory), nodes, who) as job,
     ):
         job.wait_for(FirstStep, 0)
-        formed = job.time_of("assigned", 0) - job.time_of("begin")
+        formed = job.span("begin", "assigned", 0)
         rss = job.coordinator.memory_info().rss / 2**20
         job.coordinator.cpu_percent()
         time.sleep(_STEADY_S)
@@ -130,22 +144,25 @@ def run_trial(nodes: int) -> Trial:
         job.agents().send_signal(signal.SIGUSR1)
         job.wait_for(CycleStarted, 1)
         job.wait_for(FirstStep, 1)
-        reformed = job.time_of("assigned", 1) - job.time_of("cut")
-        return Trial(formed, reformed, steady, rss)
+        return Trial(formed, job.span("cut", "assigned", 1), steady, rss)
 
 
-def rows_of(nodes: int, trials: list[Trial]) -> list[Row]:
-    """Return the rows of one size."""
-    case = f"{nodes}_nodes"
+def rows_of(nodes: int, who: str, trials: list[Trial]) -> list[Row]:
+    """Return the rows of one size and server."""
+    formed, reformed = [trial.form for trial in trials], [trial.reform for trial in trials]
     return [
-        document.summarize(case, document.OURS, metric, unit, values)
+        document.summarize(f"{nodes}_nodes", who, metric, unit, values)
         for metric, unit, values in (
-            ("form", "s", [t.form_s for t in trials]),
-            ("reform_after_a_loss", "s", [t.reform_s for t in trials]),
-            ("form_per_node", "ms", [t.form_s / nodes * 1000 for t in trials]),
-            ("reform_per_node", "ms", [t.reform_s / nodes * 1000 for t in trials]),
-            ("steady_cpu", "% of a core", [t.steady_percent for t in trials]),
-            ("coordinator_rss", "MiB", [t.rss_mib for t in trials]),
+            ("form", "s", [span.wall_s for span in formed]),
+            ("form_server_cpu", "s", [span.server_s for span in formed]),
+            ("form_agents_cpu", "s", [span.agents_s for span in formed]),
+            ("form_cpu_per_node", "ms", [span.server_s / nodes * 1000 for span in formed]),
+            ("reform", "s", [span.wall_s for span in reformed]),
+            ("reform_server_cpu", "s", [span.server_s for span in reformed]),
+            ("reform_agents_cpu", "s", [span.agents_s for span in reformed]),
+            ("reform_cpu_per_node", "ms", [span.server_s / nodes * 1000 for span in reformed]),
+            ("steady_cpu", "% of a core", [trial.steady_percent for trial in trials]),
+            ("server_rss", "MiB", [trial.rss_mib for trial in trials]),
         )
     ]
 
@@ -156,7 +173,11 @@ def rows_of(nodes: int, trials: list[Trial]) -> list[Row]:
 @click.option("--runs", type=click.IntRange(1, 50), default=1, show_default=True, help="Runs of each size.")
 @click.option("--nodes", type=click.IntRange(2, 100_000), multiple=True, help="Sizes.  [default: 64 … 8192]")
 def main(quick: bool, as_json: bool, runs: int, nodes: tuple[int, ...]) -> None:
-    """Measure forming, re-forming and idling of the Coordinator for growing jobs."""
+    """Measure forming, re-forming and idling of the Coordinator for growing jobs.
+
+    Beside it, in turns, a bare grpc.aio server that does the least for the same agents. Both share this
+    machine with all the agents: the seconds of processor time are what a Coordinator alone would take.
+    """
     ending.as_ctrl_c()
     sizes = nodes or (_QUICK_SIZES if quick else _SIZES)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -168,8 +189,13 @@ def main(quick: bool, as_json: bool, runs: int, nodes: tuple[int, ...]) -> None:
     progress = Console(stderr=True)
     rows: list[Row] = []
     for size in sizes:
-        progress.print(f"{size} nodes …")
-        rows += rows_of(size, [run_trial(size) for _ in range(1 if quick else runs)])
+        trials: dict[str, list[Trial]] = {who: [] for who in _SERVERS}
+        for _ in range(1 if quick else runs):
+            for who, done in trials.items():  # by turns: noise hits both alike
+                progress.print(f"{size} nodes, {who} …")
+                done.append(run_trial(size, who))
+        for who, done in trials.items():
+            rows += rows_of(size, who, done)
     result = Document("scale", machine, began, tuple(rows))
     if as_json:
         click.echo(result.to_json())

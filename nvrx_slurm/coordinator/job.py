@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import signal
 import time
@@ -632,7 +633,15 @@ def run_job(spec: JobSpec) -> int:
         # grpc.aio binds its server to the loop that runs when it is made.
         return await JobRunner(spec).run()
 
+    prepare_for_many_nodes()
+    return asyncio.run(run())
+
+
+def prepare_for_many_nodes() -> None:
+    """Raise what this process is held to by default and what thousands of streams would reach."""
     # Each node takes a descriptor.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return asyncio.run(run())
+    # Every stream is some hundred objects that stay: looking for garbage among them after each 700 new ones,
+    # the default, took a sixth of the processor time of forming a cycle of 8,192 nodes.
+    gc.set_threshold(50_000, 20, 50)

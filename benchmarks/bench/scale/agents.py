@@ -2,13 +2,14 @@
 """Stands in for srun in the scale benchmark: many simulated agents in one process.
 
 An agent has its own connection, speaks the real protocol and has no ranks: it says at once that they
-started, train, or are gone. SIGUSR1 cuts one active agent off. Times go to standard output, one JSON object a
-line; the Coordinator relays them. Run by ``scale.py`` only.
+started, train, or are gone. SIGUSR1 cuts one active agent off. Times, and the processor time of both sides
+until then, go to standard output, one JSON object a line; the Coordinator relays them. Run by ``scale.py`` only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
@@ -45,12 +47,14 @@ class Fleet:
 
     async def cut_one(self) -> None:
         node = self.active[len(self.active) // 2]
-        tell("cut")
+        tell("cut", cycle=1)
         await self.channels[node].close()
 
 
-def tell(what: str, **more: Any) -> None:
-    print(json.dumps({"what": what, "t": time.time(), **more}), flush=True)
+def tell(what: str, cycle: int = 0) -> None:
+    server = psutil.Process(os.getppid()).cpu_times()
+    times = {"t": time.time(), "agents_cpu": time.process_time(), "server_cpu": server.user + server.system}
+    print(json.dumps({"what": what, "cycle": cycle, **times}), flush=True)
 
 
 async def agent(fleet: Fleet, node: str, joining: asyncio.Semaphore) -> None:
@@ -102,6 +106,7 @@ async def agent(fleet: Fleet, node: str, joining: asyncio.Semaphore) -> None:
 
 
 async def main(nodes: int, slots: int) -> None:
+    gc.disable()  # thousands of agents in one process is this benchmark's own trouble
     names = [f"node{index:05d}" for index in range(nodes)]
     fleet = Fleet(names, slots)
     loop = asyncio.get_running_loop()
