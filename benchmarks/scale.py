@@ -41,7 +41,7 @@ _STEADY_S = 8.0
 
 @dataclass(frozen=True)
 class Span:
-    """Between two moments of the agents' process: wall clock, and processor time of both processes, seconds."""
+    """Seconds between two moments of the agents' process: by the clock, and of both processes' processor time."""
 
     wall_s: float
     server_s: float

@@ -2,8 +2,8 @@
 """Stands in for srun in the scale benchmark: many simulated agents in one process.
 
 An agent has its own connection, speaks the real protocol and has no ranks: it says at once that they
-started, train, or are gone. SIGUSR1 cuts one active agent off. Times, and the processor time of both sides
-until then, go to standard output, one JSON object a line; the Coordinator relays them. Run by ``scale.py`` only.
+started, train, or are gone. SIGUSR1 cuts one active agent off. Times, and both sides' processor time until then,
+go to standard output, one JSON object a line; the Coordinator relays them. Run by ``scale.py`` only.
 """
 
 from __future__ import annotations

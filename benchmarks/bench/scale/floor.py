@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The least that a grpc.aio server can do for the same agents: the same streams and messages, and nothing else.
+"""The least that a grpc.aio server can do for the same agents: the same streams and messages, no more.
 
 ``floor.py RUN_DIR NODES SPARES SLOTS``, as ``coordinator.py``; run by ``scale.py`` only. It keeps no state
 machine, no journal of its nodes, no time-outs and no order; it has the same options of gRPC.
@@ -37,7 +37,9 @@ class Floor:
         self._journal = JournalWriter(run_dir / "journal.jsonl", "1", 0)
         self._agents: dict[str, Any] = {}
         self._active: list[str] = []
-        self._answers = 0
+        self._stepping = 0
+        self._stopping: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
         self._cycle = 0
 
     async def control(self, _requests: Any, context: Any) -> None:
@@ -48,11 +50,19 @@ class Floor:
         self._agents[hello.node] = context
         if len(self._agents) == self._nodes + self._spares:
             await self._start()
-        while (message := await context.read()) is not grpc.aio.EOF:
-            await self._heard(message)
-        del self._agents[hello.node]
-        self._answers = 0
-        await self._send(msg.StopWorkers(cycle=self._cycle, hung=[]) for _ in self._here())
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                await self._heard(hello.node, message)
+        finally:  # a call that is cancelled has its handler cancelled
+            del self._agents[hello.node]
+            self._task = asyncio.create_task(self._lost(hello.node))
+
+    async def _lost(self, node: str) -> None:
+        if self._stopping:
+            await self._stopped(node)
+        elif node in self._active:
+            self._stopping = set(self._active) & set(self._agents)
+            await self._send(msg.StopWorkers(cycle=self._cycle, hung=[]) for _ in self._here())
 
     async def logs(self, _requests: Any, context: Any) -> None:
         while await context.read() is not grpc.aio.EOF:
@@ -79,7 +89,7 @@ class Floor:
 
     async def _start(self) -> None:
         self._active = list(self._agents)[: self._nodes]
-        self._answers = 0
+        self._stepping = 0
         self._journal.append(
             self._cycle,
             journal.CycleStarted(world_size=self._nodes * self._slots, nodes=self._active, spares=[]),
@@ -98,11 +108,18 @@ class Floor:
             for group_rank in range(self._nodes)
         )
 
-    async def _heard(self, message: msg.AgentMessage) -> None:
-        self._answers += isinstance(message, msg.RanksStepping | msg.WorkersGone)
-        if isinstance(message, msg.RanksStepping) and self._answers == self._nodes:
-            self._journal.append(self._cycle, journal.FirstStep(ranks=self._nodes * self._slots))
-        if isinstance(message, msg.WorkersGone) and self._answers == len(self._here()):
+    async def _heard(self, node: str, message: msg.AgentMessage) -> None:
+        match message:
+            case msg.RanksStepping():
+                self._stepping += 1
+                if self._stepping == self._nodes:
+                    self._journal.append(self._cycle, journal.FirstStep(ranks=self._nodes * self._slots))
+            case msg.WorkersGone():
+                await self._stopped(node)
+
+    async def _stopped(self, node: str) -> None:
+        self._stopping.discard(node)
+        if not self._stopping:
             self._cycle += 1
             await self._start()
 
