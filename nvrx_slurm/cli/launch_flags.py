@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 NO_POLL = "nothing is polled or checked at intervals"
+NO_HEALTH = "nvrx-launch checks no hardware"
+NO_SERVICE = "no attribution service is asked"
 STREAMS = "output comes over the agents' own connections; no log server is needed"
 
 
@@ -87,12 +89,33 @@ FOREIGN_FLAGS = (
         from_environment=True,
     ),
     _refused("--ft-no-restart-exit-code", "the code is fixed", "93"),
+    _no_effect("--ft-gpu-memory-poll-interval", NO_POLL),
+    _refused("--ft-segment", "nodes are not placed by NVLink domain", "1", "none"),
+    _refused("--ft-node-health-check-interval", NO_HEALTH),
+    _refused("--ft-node-health-check-endpoint", NO_HEALTH),
+    _refused("--ft-enable-nic-monitor", NO_HEALTH, "false", "0", "no"),
+    _refused("--ft-enable-nic-healthcheck", NO_HEALTH, "false", "0", "no"),
+    _refused("--ft-pci-topo-file", NO_HEALTH),
+    _refused("--ft-link-down-path-template", NO_HEALTH),
+    _refused("--ft-link-state-path-template", NO_HEALTH),
+    _refused("--ft-enable-dist-storage-healthcheck", NO_HEALTH, "false", "0", "no"),
+    _refused("--ft-storage-health-check-path", NO_HEALTH),
+    _refused("--ft-attribution-endpoint", NO_SERVICE),
+    _refused("--ft-attribution-startup-timeout", NO_SERVICE),
+    _refused("--ft-attribution-llm-api-key-file", NO_SERVICE),
+    _refused("--ft-attribution-llm-base-url", NO_SERVICE),
+    _refused("--ft-attribution-llm-model", NO_SERVICE),
+    _refused("--ft-attribution-analysis-backend", NO_SERVICE),
+    _refused("--ft-attribution-stop-action", NO_SERVICE, "log"),
+    _refused("--ft-attribution-log-level", NO_SERVICE),
+    _refused("--ft-attribution-export-url", NO_SERVICE),
 )
 
 
 def foreign_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add all of them, hidden from the help: docs/launch.md has the table."""
-    for flag in reversed(FOREIGN_FLAGS):
+    """Add those that the command does not offer itself, hidden from the help: docs/launch.md has the table."""
+    offered = {name for option in command.__click_params__ for name in option.opts}  # type: ignore[attr-defined]
+    for flag in reversed([flag for flag in FOREIGN_FLAGS if flag.name not in offered]):
         command = click.option(
             flag.name,
             is_flag=flag.is_flag,

@@ -55,12 +55,13 @@ class RendezvousOptions:
     """torchrun's options as they were given."""
 
     backend: str
+    """Empty: c10d if there is an endpoint and no ``--node-rank``, else static."""
     endpoint: str
     run_id: str
     conf: str
     standalone: bool
     max_nodes: int
-    node_rank: int
+    node_rank: int | None
     master_addr: str
     master_port: int | None
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -164,18 +165,20 @@ def plan_rendezvous(options: RendezvousOptions) -> tuple[Rendezvous, list[str]]:
         RendezvousError
     """
     conf, notes = parse_conf(options.conf)
-    if options.backend not in ("c10d", "static"):
+    if options.backend not in ("", "c10d", "static"):
         raise RendezvousError(
             f"--rdzv-backend: {options.backend!r}: c10d and static are accepted, and both mean the same: "
             "the nodes meet at nvrx-launch's own Coordinator"
         )
-    nowhere = not options.endpoint and options.master_port is None and options.backend == "static"
+    static = options.backend == "static" or (
+        not options.backend and (not options.endpoint or options.node_rank is not None)
+    )
+    nowhere = static and not options.endpoint and options.master_port is None
     if options.standalone or (nowhere and options.max_nodes == 1):
         if options.max_nodes > 1:
             raise RendezvousError("--standalone is for one node, but --nnodes allows more")
         run_id = str(uuid.uuid4())
         return Rendezvous(LOOPBACK, 0, run_id, Hosting.HERE, conf, None), notes
-    static = options.backend == "static"
     default_port = (options.master_port or STATIC_PORT) if static else C10D_PORT
     if options.endpoint:
         host, port = parse_endpoint(options.endpoint, default_port)
@@ -186,7 +189,7 @@ def plan_rendezvous(options: RendezvousOptions) -> tuple[Rendezvous, list[str]]:
     if port == 0 and options.max_nodes > 1:
         raise RendezvousError("--rdzv-endpoint: port 0 is a free one, which the other nodes cannot know")
     hosting = _hosting(options, conf, static, port)
-    return Rendezvous(host, port, options.run_id, hosting, conf, _place(options)), notes
+    return Rendezvous(host, port, options.run_id, hosting, conf, _place(options, static)), notes
 
 
 def _bracketed(address: str) -> str:
@@ -199,14 +202,14 @@ def _hosting(options: RendezvousOptions, conf: RendezvousConf, static: bool, por
     if port == 0:
         return Hosting.HERE
     if static:
-        return Hosting.HERE if options.node_rank == 0 else Hosting.ELSEWHERE
+        return Hosting.ELSEWHERE if options.node_rank else Hosting.HERE
     return Hosting.WHERE_THE_ENDPOINT_IS
 
 
-def _place(options: RendezvousOptions) -> int | None:
+def _place(options: RendezvousOptions, static: bool) -> int | None:
     """``--node-rank`` or, without it, the node's number with srun or an outer launcher."""
-    if options.backend == "static":
-        return options.node_rank
+    if static:
+        return options.node_rank or 0
     for name in ("SLURM_PROCID", "GROUP_RANK"):
         number = options.environ.get(name, "")
         if number.isascii() and number.isdigit():
