@@ -58,6 +58,7 @@ def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int)
         # The Coordinator hosts the store; rank 0 must not try to.
         TORCHELASTIC_USE_AGENT_STORE="True",
         NVRX_RUN_DIR=welcome.run_dir,
+        **({"NVRX_CURRENT_CYCLE_INFO": welcome.cycle_info} if welcome.cycle_info else {}),
     )
     return env
 

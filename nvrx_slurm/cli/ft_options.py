@@ -31,6 +31,8 @@ _KEYS = {
     "max_no_progress_cycles": "max_no_progress_cycles",
     "min_progress_iterations": "min_progress_iterations",
     "checkpoint_iteration_file": "checkpoint_iteration_file",
+    "cycle_info_dir": "cycle_info_dir",
+    "per_cycle_applog_prefix": "per_cycle_applog_prefix",
 }
 """Parameter to key of the configuration."""
 
@@ -145,6 +147,19 @@ _OPTIONS = [
         "--ft-checkpoint-iteration-file",
         type=click.Path(path_type=Path),
         help="File with one integer, the newest checkpoint's step, where ranks do not report checkpoints.",
+    ),
+    click.option(
+        "--cycle-info-dir",
+        "--ft-cycle-info-dir",
+        type=click.Path(path_type=Path),
+        help="Write a JSON file there when a cycle begins and when it ends: nodes, log, end, cause.",
+    ),
+    click.option(
+        "--per-cycle-applog-prefix",
+        "--ft-per-cycle-applog-prefix",
+        envvar="PET_FT_PER_CYCLE_APPLOG_PREFIX",
+        type=click.Path(path_type=Path),
+        help="Write all output to PREFIX_cycle<N>.log too, each line with its rank.",
     ),
     click.option(
         "--ft-config",

@@ -12,6 +12,7 @@ import click
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.launch_flags import foreign_flags
+from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Duration
 from nvrx_slurm.cli.program import check_nproc, find_program
 from nvrx_slurm.wire.messages import Program, ProgramKind
@@ -106,6 +107,7 @@ def _with_dashes(name: str) -> str:
     help="The secret that the nodes share.  [default: token in the run directory]",
 )
 @fault_tolerance_options
+@limit_options
 @foreign_flags
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -117,8 +119,8 @@ def main(
     Takes torchrun's and ft_launcher's options, with dashes or underscores, and PET_* variables. Start it on
     each node, or once with --standalone. Inside a Slurm job nvrx-srun does more.
 
-    Exit codes: 0 all ranks succeeded; 1 failed, restarts used up; 2 wrong usage; 75 too few nodes: start the
-    job again; 128 + N stopped by signal N.
+    Exit codes: 0 all ranks succeeded, or one shut the workload down; 1 failed, restarts used up; 2 wrong
+    usage; 75 too few nodes: start the job again; 93 no progress: do not; 128 + N stopped by signal N.
     """
     from nvrx_slurm.coordinator.run_dir import RunDirError
     from nvrx_slurm.coordinator.terminal import open_standard_streams

@@ -88,7 +88,6 @@ FOREIGN_FLAGS = (
         "the launcher's messages are on standard error, and every event is in journal.jsonl",
         from_environment=True,
     ),
-    _refused("--ft-no-restart-exit-code", "the code is fixed", "93"),
     _no_effect("--ft-gpu-memory-poll-interval", NO_POLL),
     _refused("--ft-segment", "nodes are not placed by NVLink domain", "1", "none"),
     _refused("--ft-node-health-check-interval", NO_HEALTH),
@@ -113,7 +112,7 @@ FOREIGN_FLAGS = (
 
 
 def foreign_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add those that the command does not offer itself, hidden from the help: docs/launch.md has the table."""
+    """Add those that the command does not offer itself; docs/launch.md has them, the help has not."""
     offered = {name for option in command.__click_params__ for name in option.opts}  # type: ignore[attr-defined]
     for flag in reversed([flag for flag in FOREIGN_FLAGS if flag.name not in offered]):
         command = click.option(

@@ -185,6 +185,7 @@ def main(
     """
     from nvrx_slurm.coordinator.address import NoAddressError, address_toward
     from nvrx_slurm.coordinator.cycle import Policy
+    from nvrx_slurm.coordinator.cycle_info import current_path
     from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
     from nvrx_slurm.coordinator.past import past_of_job
     from nvrx_slurm.coordinator.preparation import NodeCountError, claim_own, count_active, first_cycle
@@ -298,6 +299,7 @@ def main(
             stop_timeout_s=workers_stop_timeout,
             node=fault_tolerance.node_options(),
             segment=segment,
+            cycle_info=current_path(fault_tolerance.cycle_info_dir, job.job_id),
         ),
         monitoring=monitoring,
         keep_timeouts=fault_tolerance.calc_ft_timeouts,
@@ -306,6 +308,8 @@ def main(
         step_argv=step.argv(),
         rejoin_argv=lambda node: dataclasses.replace(step, nodes=[node], overlap=True).argv(),
         step_environ=scrubbed_environment(os.environ),
+        cycle_info_dir=fault_tolerance.cycle_info_dir,
+        applog_prefix=fault_tolerance.per_cycle_applog_prefix,
         iteration_file=fault_tolerance.checkpoint_iteration_file,
         ends=in_slurm.ends,
         time_limit_margin_s=time_limit_margin,

@@ -17,7 +17,9 @@ from pathlib import Path
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
+from nvrx_slurm.coordinator.app_log import AppLog
 from nvrx_slurm.coordinator.cycle import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.cycle_info import CycleInfo, CycleInfos, write_cycle_info
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
 from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
@@ -96,6 +98,10 @@ class JobSpec:
     shows_rank_0: bool = True
     """Copy its output to standard output."""
     stop_signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    cycle_info_dir: Path | None = None
+    """Where a file tells of each cycle; see :mod:`nvrx_slurm.coordinator.cycle_info`."""
+    applog_prefix: Path | None = None
+    """See :class:`AppLog`."""
     iteration_file: Path | None = None
     """Where the training keeps its newest checkpoint's step; ``policy`` says whether it does."""
     ends: int | None = None
@@ -125,6 +131,8 @@ class JobRunner:
         self._stores = RendezvousStores(spec.address, self._store_lost, bind)
         self._terminal = Terminal(spec.command)
         self._logs = RankLogs(spec.run_dir, self._show_line)
+        self._app_log = None if spec.applog_prefix is None else AppLog(spec.applog_prefix)
+        self._cycle_infos = CycleInfos(self._app_log.path if self._app_log else spec.run_dir.merged_log)
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -559,11 +567,23 @@ class JobRunner:
         except OSError as error:
             self._complain("journal", error)
             record = Record(ts=time.time(), job="", attempt=0, cycle=cycle, event=event)
+        info = self._cycle_infos.take(record)
+        if info is not None and self._spec.cycle_info_dir is not None:
+            self._spawn(self._write_cycle_info(self._spec.cycle_info_dir, info))
         line = console.line_for(record)
         if line is not None:
             self._terminal.say(line)
         if isinstance(event, journal.Verdict) and event.rank is not None:
             self._spawn(self._show_last_lines(record.cycle, event.rank))
+
+    async def _write_cycle_info(self, directory: Path, info: CycleInfo) -> None:
+        # The lock is fair: what comes first is written first.
+        async with self._saving:
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.run_in_executor(None, write_cycle_info, directory, info)
+            except OSError as error:
+                self._complain("cycle info", error)
 
     def _record_progress(self, cycle: int) -> None:
         step, self._step = self._step, None
@@ -610,11 +630,15 @@ class JobRunner:
                 failed = error
         try:
             self._logs.flush(now - REORDER_S)
+            if self._app_log is not None:
+                self._app_log.flush()
         except Exception as error:
             failed = error
         return failed
 
-    def _show_line(self, rank: int, text: bytes) -> None:
+    def _show_line(self, cycle: int, rank: int, text: bytes) -> None:
+        if self._app_log is not None:
+            self._app_log.add(cycle, rank, self._machine.world_size, text)
         if rank == 0 and self._spec.shows_rank_0:
             # As it came, whatever this terminal's encoding.
             self._terminal.show(text + b"\n")

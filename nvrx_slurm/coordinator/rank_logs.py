@@ -22,10 +22,10 @@ class RankLogs:
     """One writer for all ranks. Not for several threads at once.
 
     Args:
-        on_line: called with rank and text of every complete line, in the order of arrival.
+        on_line: called with cycle, rank and text of every complete line, in the order of arrival.
     """
 
-    def __init__(self, run_dir: RunDir, on_line: Callable[[int, bytes], None]) -> None:
+    def __init__(self, run_dir: RunDir, on_line: Callable[[int, int, bytes], None]) -> None:
         self._run_dir = run_dir
         self._on_line = on_line
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -114,7 +114,7 @@ class RankLogs:
         merged = f"{stamp} {node} rank {rank}: ".encode() + text + b"\n"
         self._sequence += 1
         heapq.heappush(self._waiting, (ts, self._sequence, cycle, merged))
-        self._on_line(rank, text)
+        self._on_line(cycle, rank, text)
 
     def _append(self, path: Path, data: bytes) -> None:
         fd = self._open.pop(path, None)

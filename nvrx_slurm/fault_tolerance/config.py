@@ -50,6 +50,8 @@ class FaultToleranceConfig:
     """Cycles in a row that bring no higher step, after which the job ends; 0: no bound."""
     min_progress_iterations: int = 1
     checkpoint_iteration_file: Path | None = None
+    cycle_info_dir: Path | None = None
+    per_cycle_applog_prefix: Path | None = None
     """Holds one integer, the iteration of the newest checkpoint; written by the training."""
 
     def monitoring(self) -> Monitoring:
@@ -231,6 +233,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "max_no_progress_cycles": _count,
     "min_progress_iterations": _least,
     "checkpoint_iteration_file": _path,
+    "cycle_info_dir": _path,
+    "per_cycle_applog_prefix": _path,
 }
 assert set(_PARSERS) == {key.name for key in fields(FaultToleranceConfig)}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from nvrx_slurm.agent.guardian import run_guarded
 from nvrx_slurm.agent.private_places import new_private_dir
 from nvrx_slurm.coordinator.cycle import Policy
+from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.launch.processes import (
@@ -56,6 +57,7 @@ class Launch:
     warm_start: bool
     virtual_local_rank: bool
     fault_tolerance: FaultToleranceConfig
+    limits: Limits
     local_addr: str | None
     run_dir: RunDir
     token_file: Path
@@ -135,8 +137,10 @@ def _start_coordinator(launch: Launch, name: str, token: str) -> Coordinator:
 
 
 def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], None]) -> int:
+    from nvrx_slurm.coordinator.cycle_info import current_path
     from nvrx_slurm.coordinator.ft_state import load_ft_state
     from nvrx_slurm.coordinator.job import JobSpec, Listening, run_job
+    from nvrx_slurm.coordinator.past import past_of_job
     from nvrx_slurm.coordinator.preparation import attempts, first_cycle
     from nvrx_slurm.coordinator.server import CannotListenError
     from nvrx_slurm.coordinator.terminal import open_standard_streams
@@ -147,9 +151,10 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
     monitoring = fault_tolerance.monitoring()
     if fault_tolerance.calc_ft_timeouts:
         monitoring = load_ft_state(directory.ft_state, monitoring)
+    attempt, argv = attempts(directory), [launch.program.target, *launch.program.args]
     spec = JobSpec(
         job_id=rendezvous.run_id,
-        restart_count=attempts(directory),
+        restart_count=attempt,
         submitted=0,
         host=name,
         address=launch.local_addr or rendezvous.host,
@@ -162,6 +167,9 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
             join_timeout_s=rendezvous.conf.join_timeout_s,
             stop_timeout_s=launch.workers_stop_timeout_s + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
             term_timeout_s=launch.term_timeout_s,
+            limits=launch.limits,
+            past=past_of_job(directory.journal, rendezvous.run_id, attempt, argv),
+            has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
         ),
         welcome=msg.Welcome(
             program=launch.program,
@@ -173,6 +181,7 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
             stop_timeout_s=launch.workers_stop_timeout_s,
             role=launch.role,
             node=fault_tolerance.node_options(),
+            cycle_info=current_path(fault_tolerance.cycle_info_dir, rendezvous.run_id),
         ),
         monitoring=monitoring,
         keep_timeouts=fault_tolerance.calc_ft_timeouts,
@@ -181,6 +190,9 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
         listening=Listening(bind_address(rendezvous.host), rendezvous.port, token, started),
         shows_rank_0=False,
         stop_signals=launch.signals,
+        cycle_info_dir=fault_tolerance.cycle_info_dir,
+        applog_prefix=fault_tolerance.per_cycle_applog_prefix,
+        iteration_file=fault_tolerance.checkpoint_iteration_file,
     )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:

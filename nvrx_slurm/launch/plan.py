@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.durations import parse_duration
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
@@ -60,6 +61,7 @@ class Options:
     run_dir: Path | None
     token_file: Path | None
     fault_tolerance: FaultToleranceConfig
+    limits: Limits
 
 
 def plan_launch(options: Options, program: Program, environ: Mapping[str, str]) -> tuple[Launch, list[str]]:
@@ -90,6 +92,7 @@ def plan_launch(options: Options, program: Program, environ: Mapping[str, str]) 
         warm_start=options.warm_start == "on",
         virtual_local_rank=options.virtual_local_rank,
         fault_tolerance=options.fault_tolerance,
+        limits=options.limits,
         local_addr=options.local_addr,
         run_dir=RunDir(directory.absolute()),
         token_file=(options.token_file or directory / "token").absolute(),

@@ -265,6 +265,8 @@ class Welcome(Message, frozen=True):
     node: NodeOptions = NodeOptions()
     segment: int = 1
     """So many nodes of the group must be of one NVLink domain; above 1, agents tell theirs."""
+    cycle_info: str = ""
+    """Where ranks find what is known of their cycle; empty: nowhere."""
 
 
 class Refused(Message, frozen=True):

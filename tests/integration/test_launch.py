@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -135,6 +136,34 @@ def test_output_is_shown_as_torchrun_shows_it(launched: Jobs) -> None:
     assert [some.log("rank_0"), some.log("rank_1")] == ["to rank 0\n", "to rank 1\n"]
 
 
+@pytest.mark.parametrize("way", ["option", "file"])
+def test_watchers_find_cycle_infos_and_logs_as_with_ft_launcher(launched: Jobs, way: str) -> None:
+    script = (
+        RANK
+        + """
+print("current:", os.environ["NVRX_CURRENT_CYCLE_INFO"], flush=True)
+sys.exit(3 if cycle == 0 and rank == 1 else 0)
+"""
+    )
+    job = launched(script, "--standalone", *COLD, "--nproc-per-node", "2", "--max-restarts", "1")
+    infos, prefix = job.root / "infos", job.root / "logs" / "train"
+    if way == "option":
+        job.launch("n1", "--ft-cycle-info-dir", str(infos), "--ft-per-cycle-applog-prefix", str(prefix))
+    else:
+        (job.root / "ft.yaml").write_text(f"fault_tolerance: {{cycle_info_dir: {infos}}}")
+        job.launch("n1", "--ft-cfg-path", "ft.yaml", PET_FT_PER_CYCLE_APPLOG_PREFIX=str(prefix))
+    assert job.code() == 0, job.stderr
+    (current,) = infos.glob("cycle_info.*.current")
+    newest = json.loads(current.read_text())
+    assert (newest["cycle_number"], newest["end_reason"]) == (1, "all 2 ranks exited with 0")
+    assert newest["cycle_log_file"] == str(job.root / "logs" / "train_cycle1.log")
+    first = json.loads((infos / current.name.replace("current", "0.0")).read_text())
+    assert (first["culprit_rank"], first["culprit_kind"], first["active_ranks"]) == (1, "exit", "0")
+    assert first["cycle_start_time"] < first["cycle_end_time"] <= newest["cycle_start_time"]
+    lines = (job.root / "logs" / "train_cycle1.log").read_text().splitlines()
+    assert sorted(lines) == [f"{rank}: current: {current}" for rank in (0, 1)]
+
+
 # --- several nodes -----------------------------------------------------------------------------------
 
 
@@ -188,7 +217,7 @@ def test_every_launcher_returns_the_jobs_code_spares_included(launched: Jobs) ->
 
 
 def test_too_few_nodes_end_every_launcher_with_75(launched: Jobs) -> None:
-    job = launched("pass", *meeting("3"), "--rdzv-conf", "join_timeout=2").launch_all("n1", "n2")
+    job = launched("pass", *meeting("3"), "--rdzv-conf", "join_timeout=10").launch_all("n1", "n2")
     assert job.codes() == {"n1": 75, "n2": 75}
     (why,) = job.events(journal.NotRequeued)
     assert why.why == "nvrx-launch starts no job again: whoever started this one can do so"

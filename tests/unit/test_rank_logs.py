@@ -25,7 +25,7 @@ class Logs:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shown: list[tuple[int, bytes]] = []
-        self.logs = RankLogs(RunDir(path), lambda rank, text: self.shown.append((rank, text)))
+        self.logs = RankLogs(RunDir(path), lambda _cycle, rank, text: self.shown.append((rank, text)))
 
     def say(self, rank: int, data: bytes, at: float = 0.0, node: str = "n1", cycle: int = 0) -> None:
         chunk = LogChunk(cycle=cycle, rank=rank, ts=NOW + at, data=data)
