@@ -76,6 +76,21 @@ def _with_dashes(name: str) -> str:
     show_default=True,
     help="Signals that are passed on to the ranks and end the job.",
 )
+@click.option(
+    "--rejoin-timeout",
+    type=Duration(or_zero=True),
+    default="0",
+    show_default=True,
+    help="Too few nodes are left: how long to wait for launchers that are started again; 0: not at all.",
+)
+@click.option(
+    "--ft-segment",
+    "segment",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Each N nodes of the group, in order, are of one NVLink domain.",
+)
 @_option("--role", default="default", show_default=True, help="ROLE_NAME of the ranks.")
 @_option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @_option("--no-python", is_flag=True, help="SCRIPT is a program of any kind; no warm start.")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 NO_POLL = "nothing is polled or checked at intervals"
-NO_HEALTH = "nvrx-launch checks no hardware"
+NO_HEALTH = "nvrx-launch checks no hardware; `nvrx-health check` does, before it"
 NO_SERVICE = "no attribution service is asked"
 STREAMS = "output comes over the agents' own connections; no log server is needed"
 
@@ -89,7 +89,6 @@ FOREIGN_FLAGS = (
         from_environment=True,
     ),
     _no_effect("--ft-gpu-memory-poll-interval", NO_POLL),
-    _refused("--ft-segment", "nodes are not placed by NVLink domain", "1", "none"),
     _refused("--ft-node-health-check-interval", NO_HEALTH),
     _refused("--ft-node-health-check-endpoint", NO_HEALTH),
     _refused("--ft-enable-nic-monitor", NO_HEALTH, "false", "0", "no"),

@@ -52,6 +52,8 @@ class Launch:
     program: msg.Program
     role: str
     max_restarts: int
+    rejoin_timeout_s: float
+    segment: int
     workers_stop_timeout_s: float
     term_timeout_s: float
     warm_start: bool
@@ -167,6 +169,9 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
             join_timeout_s=rendezvous.conf.join_timeout_s,
             stop_timeout_s=launch.workers_stop_timeout_s + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
             term_timeout_s=launch.term_timeout_s,
+            segment=launch.segment,
+            group_size=rendezvous.conf.replacement_group_size,
+            rejoin_timeout_s=launch.rejoin_timeout_s,
             limits=launch.limits,
             past=past_of_job(directory.journal, rendezvous.run_id, attempt, argv),
             has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
@@ -181,6 +186,7 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
             stop_timeout_s=launch.workers_stop_timeout_s,
             role=launch.role,
             node=fault_tolerance.node_options(),
+            segment=launch.segment,
             cycle_info=current_path(fault_tolerance.cycle_info_dir, rendezvous.run_id),
         ),
         monitoring=monitoring,

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_slurm.coordinator.limits import Limits
+from nvrx_slurm.coordinator.preparation import parse_nnodes
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.durations import parse_duration
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.launch.job import Launch, run_name
 from nvrx_slurm.launch.rank_console import Shown, parse_ranks, parse_std
-from nvrx_slurm.launch.rendezvous import RendezvousOptions, parse_nnodes, plan_rendezvous
+from nvrx_slurm.launch.rendezvous import RendezvousOptions, plan_rendezvous
 from nvrx_slurm.wire.messages import Program
 
 _STOP_S = 15.0
@@ -47,6 +48,8 @@ class Options:
     master_port: int | None
     local_addr: str | None
     max_restarts: int
+    rejoin_timeout: float
+    segment: int
     workers_stop_timeout: float | None
     term_timeout: float | None
     shutdown_timeout: float | None
@@ -72,6 +75,8 @@ def plan_launch(options: Options, program: Program, environ: Mapping[str, str]) 
     """
     low, high = parse_nnodes(options.nnodes)
     rendezvous, notes = plan_rendezvous(_rendezvous_options(options, high, environ))
+    if low % options.segment:
+        raise ValueError(f"--ft-segment {options.segment}: {low} nodes that train are no multiple of it")
     ranks = count_ranks(options.nproc_per_node)
     if options.virtual_local_rank:
         _check_gpus_for(ranks, environ)
@@ -87,6 +92,8 @@ def plan_launch(options: Options, program: Program, environ: Mapping[str, str]) 
         program=program,
         role=options.role,
         max_restarts=options.max_restarts,
+        rejoin_timeout_s=options.rejoin_timeout,
+        segment=options.segment,
         workers_stop_timeout_s=options.workers_stop_timeout or both or _STOP_S,
         term_timeout_s=options.term_timeout or both or _TERM_S,
         warm_start=options.warm_start == "on",

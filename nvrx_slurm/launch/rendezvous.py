@@ -34,6 +34,8 @@ class RendezvousConf:
     """How long to wait for the first, or for enough, nodes."""
     connect_wait_s: float = 120.0
     """How long a node tries to reach the Coordinator."""
+    replacement_group_size: int = 1
+    """Nodes that train only together."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,6 @@ class RendezvousOptions:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def parse_nnodes(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes of ``N`` or ``MIN:MAX``.
-
-    Raises:
-        RendezvousError
-    """
-    parts = text.split(":")
-    if len(parts) in (1, 2) and all(part.isascii() and part.isdigit() for part in parts):
-        low, high = int(parts[0]), int(parts[-1])
-        if 0 < low <= high:
-            return low, high
-    raise RendezvousError(f"--nnodes: {text!r}: N or MIN:MAX with 0 < MIN <= MAX is accepted")
-
-
 def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     """Return host and port of ``host[:port]``; an IPv6 address stands in brackets.
 
@@ -106,6 +94,7 @@ _NO_MEANING = {
     "close_timeout": "nothing is closed with a store",
     "last_call_timeout": "a node that is slow to stop keeps its place",
     "use_libuv": "torch decides that for the store of the ranks",
+    "replacement_group_size": "",
     "store_connect_wait_seconds": "",
     "join_timeout": "",
     "timeout": "",
@@ -133,6 +122,7 @@ def parse_conf(text: str) -> tuple[RendezvousConf, list[str]]:
         is_host=_switch("is_host", values["is_host"]) if "is_host" in values else None,
         join_timeout_s=_seconds(values, ("join_timeout", "timeout"), RendezvousConf.join_timeout_s),
         connect_wait_s=_seconds(values, ("store_connect_wait_seconds",), RendezvousConf.connect_wait_s),
+        replacement_group_size=_count("replacement_group_size", values.get("replacement_group_size", "1")),
     )
     return conf, [f"--rdzv-conf {key}: {_NO_MEANING[key]}" for key in values if _NO_MEANING[key]]
 
@@ -143,6 +133,12 @@ def _switch(key: str, text: str) -> bool:
         return accepted[text.lower()]
     except KeyError:
         raise RendezvousError(f"--rdzv-conf {key}: {text!r}: {', '.join(accepted)} are accepted") from None
+
+
+def _count(key: str, text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise RendezvousError(f"--rdzv-conf {key}: {text!r}: a number above 0 is accepted")
 
 
 def _seconds(values: Mapping[str, str], keys: tuple[str, ...], default: float) -> float:

@@ -242,6 +242,19 @@ def test_nodes_have_the_ranks_that_node_rank_says(launched: Jobs) -> None:
     assert [(job.root / node).read_text() for node in ("n1", "n2", "n3")] == ["0", "1", "2"]
 
 
+def test_a_launcher_that_is_started_again_goes_on_where_it_was(launched: Jobs) -> None:
+    options = (*meeting("2"), "--max-restarts", "1", "--rejoin-timeout", "30")
+    job = launched(WAITS_ONCE, *options).launch_all("n1", "n2")
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    before = job.wait_for(journal.CycleStarted)
+    job.kill_node("n2")
+    job.wait_for(journal.NodeLost)
+    job.launch("n2", "--rdzv-conf", "is_host=0")
+    assert job.codes() == {"n1": 0, "n2": 0}, job.stderr
+    assert job.events(journal.CycleStarted)[1].nodes == before.nodes
+
+
 def test_two_launchers_of_one_name_are_two_nodes(launched: Jobs) -> None:
     job = launched("pass", *meeting("2"))
     job.launch("n1", "--local-addr", "127.0.0.1").launch("n2", "--local-addr", "127.0.0.1")

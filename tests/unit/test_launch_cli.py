@@ -198,9 +198,9 @@ def test_their_variables_count_too(launches: list[Launch], flag: object) -> None
     ("arguments", "says"),
     [
         ([], "Missing argument 'SCRIPT'"),
-        (["--nnodes", "0", "train.py"], "--nnodes: '0': N or MIN:MAX with 0 < MIN <= MAX is accepted"),
-        (["--nnodes", "3:2", "train.py"], "--nnodes: '3:2': N or MIN:MAX"),
-        (["--nnodes", "1:2:3", "train.py"], "--nnodes: '1:2:3': N or MIN:MAX"),
+        (["--nnodes", "0", "train.py"], "--nnodes '0': MIN:MAX or one number is accepted, 0 < MIN <= MAX"),
+        (["--nnodes", "3:2", "train.py"], "--nnodes '3:2': MIN:MAX or one number"),
+        (["--nnodes", "1:2:3", "train.py"], "--nnodes '1:2:3': MIN:MAX or one number"),
         (
             ["--nproc-per-node", "xpu", "train.py"],
             "'xpu': a number from 1 to 250, auto, gpu or cpu",
@@ -217,6 +217,14 @@ def test_their_variables_count_too(launches: list[Launch], flag: object) -> None
         (
             ["--rdzv-conf", "join_timeout=soon", "train.py"],
             "join_timeout: 'soon': seconds above 0",
+        ),
+        (
+            ["--rdzv-conf", "replacement_group_size=0", "train.py"],
+            "replacement_group_size: '0'",
+        ),
+        (
+            ["--ft-segment", "2", "--nnodes", "3", "train.py"],
+            "--ft-segment 2: 3 nodes that train",
         ),
         (["--rdzv-conf", "is_host=maybe", "train.py"], "is_host: 'maybe': 1, true, yes, 0, false, no"),
         (["--standalone", "--nnodes", "2", "train.py"], "--standalone is for one node"),
@@ -251,7 +259,7 @@ def test_a_bad_variable_is_refused_like_a_bad_option(here: Path) -> None:
     assert "--max-restarts: many is not a valid" in refused("train.py", PET_MAX_RESTARTS="many").replace(
         "'", ""
     )
-    assert "--nnodes: '0'" in refused("train.py", PET_NNODES="0")
+    assert "--nnodes '0'" in refused("train.py", PET_NNODES="0")
     said = refused("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="soon")
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 'soon' is not a duration" in said
 
