@@ -1,0 +1,1 @@
+"""What failed first, whose fault it is, and whether another try makes sense."""

@@ -1,0 +1,241 @@
+"""Who waits for whom: counters compared within each group, and the graph of what blocks each rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from nvrx_slurm.attribution.flight_recorder.trace import GroupKey, Op, RankTrace, parse_ranks
+
+_SKEW_SEQUENCES = 2
+"""A lag of more operations than this is believed even if the dumps were not taken at one moment."""
+
+
+@dataclass(frozen=True)
+class OpKey:
+    """One operation of one group; the peer-to-peer ones also by their two ends."""
+
+    group: GroupKey
+    sequence: int
+    peers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Lag:
+    """A rank is behind the members of a group: ``mine`` < ``theirs``, both collective numbers."""
+
+    rank: int
+    group: GroupKey
+    mine: int
+    theirs: int
+    op: Op | None = None
+
+
+@dataclass
+class Stall:
+    """The state of all ranks at the moment of the dumps.
+
+    Args:
+        traces: by rank; some may be missing.
+        world_size: ranks of the job.
+    """
+
+    traces: Mapping[int, RankTrace]
+    world_size: int
+    members: dict[GroupKey, tuple[int, ...]] = field(init=False)
+    """Global ranks in the order of the group, those without a dump included."""
+
+    def __post_init__(self) -> None:
+        self.members = self._find_members()
+
+    def _find_members(self) -> dict[GroupKey, tuple[int, ...]]:
+        present: dict[GroupKey, list[int]] = defaultdict(list)
+        used: dict[GroupKey, list[int]] = defaultdict(list)
+        for rank in sorted(self.traces):
+            for key, state in self.traces[rank].groups.items():
+                present[key].append(rank)
+                if state.used or state.enqueued >= 0:
+                    used[key].append(rank)
+        found = {}
+        for key, ranks in present.items():
+            named = parse_ranks(key.ranks)
+            if named:
+                found[key] = named
+            elif len(ranks) == len(self.traces):
+                found[key] = tuple(range(self.world_size))  # gloo's default group names no members
+            else:
+                found[key] = tuple(used[key])
+        return found
+
+    @cached_property
+    def mixed(self) -> frozenset[GroupKey]:
+        """Groups with peer-to-peer operations: their counters cannot be compared."""
+        return frozenset(
+            key for trace in self.traces.values() for key, state in trace.groups.items() if state.has_p2p
+        )
+
+    @cached_property
+    def _lowest(self) -> dict[GroupKey, int]:
+        """Lowest known enqueued number of each group."""
+        lowest: dict[GroupKey, int] = {}
+        for trace in self.traces.values():
+            for key, state in trace.groups.items():
+                if state.enqueued >= 0:
+                    lowest[key] = min(lowest.get(key, state.enqueued), state.enqueued)
+        return lowest
+
+    @cached_property
+    def _highest(self) -> dict[GroupKey, tuple[int, int, int]]:
+        """Highest enqueued and completed number of each group, and a rank that completed it."""
+        highest: dict[GroupKey, tuple[int, int, int]] = {}
+        for rank, trace in self.traces.items():
+            for key, state in trace.groups.items():
+                enqueued, completed, who = highest.get(key, (-1, -1, -1))
+                if state.completed > completed:
+                    completed, who = state.completed, rank
+                highest[key] = (max(enqueued, state.enqueued), completed, who)
+        return highest
+
+    def host_lags(self) -> list[Lag]:
+        """Return the ranks that never launched what a peer launched: stuck in Python or data, or astray."""
+        return [
+            Lag(rank, key, state.enqueued, self._highest[key][0])
+            for rank, trace in sorted(self.traces.items())
+            for key, state in trace.groups.items()
+            if key not in self.mixed and 0 <= state.enqueued < self._highest[key][0]
+        ]
+
+    def device_lags(self) -> list[Lag]:
+        """Return the ranks that launched an operation which others completed, and did not complete it."""
+        found = []
+        for rank, trace in sorted(self.traces.items()):
+            oldest: dict[GroupKey, Op] = {}
+            for key, op in trace.pending:
+                if not op.is_p2p and key not in self.mixed:
+                    oldest.setdefault(key, op)
+            for key, op in oldest.items():
+                _, completed, who = self._highest[key]
+                if op.collective_seq_id <= completed and not self._skewed(rank, who, op, completed):
+                    found.append(Lag(rank, key, op.collective_seq_id, completed, op))
+        return found
+
+    def _skewed(self, rank: int, other: int, op: Op, completed: int) -> bool:
+        """Tell whether the other rank's dump may merely be the younger one."""
+        mine, theirs = self.traces[rank], self.traces[other]
+        if mine.written_at is None or theirs.written_at is None:
+            return False
+        typical = max(mine.typical_op_s or 0.0, theirs.typical_op_s or 0.0, 1.0)
+        younger = theirs.written_at - mine.written_at > typical
+        return younger and completed - op.collective_seq_id < _SKEW_SEQUENCES
+
+    def waits_on_somebody(self, rank: int) -> bool:
+        """Tell whether the rank waits for a member that has not come to the operation, or left no dump."""
+        pending = [
+            (key, op) for key, op in self.traces[rank].pending if key not in self.mixed and not op.is_p2p
+        ]
+        if any(self._lowest.get(key, 0) < op.collective_seq_id for key, op in pending):
+            return True
+        # All members that left a dump have launched it: it would end if the others had.
+        return any(not self.traces.keys() >= self._member_sets[key] for key, _ in pending[:1])
+
+    @cached_property
+    def _member_sets(self) -> dict[GroupKey, frozenset[int]]:
+        return {key: frozenset(members) for key, members in self.members.items()}
+
+    def waits_for(self, rank: int, limit: int) -> list[int]:
+        """Return the ranks that ``rank`` waits for, at most ``limit``."""
+        found: set[int] = set()
+        for key, op in self.traces[rank].pending:
+            if key in self.mixed or op.is_p2p:
+                continue
+            for member in self.members[key]:
+                trace = self.traces.get(member)
+                if trace is not None and key in trace.groups:
+                    enqueued = trace.groups[key].enqueued
+                    if 0 <= enqueued < op.collective_seq_id and member != rank:
+                        found.add(member)
+                        if len(found) >= limit:
+                            return sorted(found)
+        return sorted(found)
+
+    @cached_property
+    def heads(self) -> dict[int, OpKey]:
+        """The operation that blocks each stalled rank."""
+        return {
+            rank: self._op_key(rank, *trace.head)
+            for rank, trace in self.traces.items()
+            if trace.head is not None
+        }
+
+    def _op_key(self, rank: int, key: GroupKey, op: Op) -> OpKey:
+        if not op.is_p2p:
+            return OpKey(key, op.collective_seq_id)
+        members = self.members[key]
+        peer = op.peer(members.index(rank)) if rank in members else None
+        if peer is None or peer >= len(members):
+            return OpKey(key, op.p2p_seq_id, (rank, rank))
+        low, high = sorted((rank, members[peer]))
+        return OpKey(key, op.p2p_seq_id, (low, high))
+
+    def blockers(self, op: OpKey) -> list[int]:
+        """Return the ranks that an operation waits for: members that are not in it, or that have no dump."""
+        members = self.members[op.group] if op.peers is None else op.peers
+        return [member for member in members if self.heads.get(member) != op]
+
+    def stalled_without(self, culprits: Iterable[int]) -> set[int]:
+        """Return the stalled ranks whose chain of waiting ends at none of ``culprits``."""
+        waiting: dict[OpKey, list[int]] = defaultdict(list)
+        for rank, op in self.heads.items():
+            waiting[op].append(rank)
+        waits: dict[int, list[OpKey]] = defaultdict(list)
+        for op in waiting:
+            for member in self.blockers(op):
+                waits[member].append(op)
+        reached, todo = set(culprits), list(culprits)
+        while todo:
+            for op in waits.get(todo.pop(), ()):
+                for rank in waiting[op]:
+                    if rank not in reached:
+                        reached.add(rank)
+                        todo.append(rank)
+        return set(self.heads) - reached
+
+    def reachable_from(self, ranks: Iterable[int]) -> set[int]:
+        """Return every rank that the given ones wait for, directly or through others."""
+        reached: set[int] = set()
+        done: set[OpKey] = set()
+        todo = list(ranks)
+        while todo:
+            op = self.heads.get(todo.pop())
+            if op is None or op in done:
+                continue
+            done.add(op)
+            for member in self.blockers(op):
+                if member not in reached:
+                    reached.add(member)
+                    todo.append(member)
+        return reached
+
+    def circle(self) -> list[int]:
+        """Return ranks that wait for each other in a circle, or nothing."""
+        colour: dict[int, int] = {}
+        for start in sorted(self.heads):
+            path: list[int] = []
+            todo = [(start, False)]
+            while todo:
+                rank, leaving = todo.pop()
+                if leaving:
+                    colour[rank] = 2
+                    path.pop()
+                    continue
+                if colour.get(rank) == 1:
+                    return sorted(path[path.index(rank) :])
+                if rank in colour or rank not in self.heads:
+                    continue
+                colour[rank] = 1
+                path.append(rank)
+                todo.append((rank, True))
+                todo.extend((blocker, False) for blocker in self.blockers(self.heads[rank]))
+        return []
