@@ -46,7 +46,7 @@ def line_for(record: Record) -> str | None:
         case journal.WorkersStopped() as event:
             return f"cycle {record.cycle}: all workers stopped in {event.seconds:.3f} s"
         case journal.StopRequested() as event:
-            return f"received {event.signal}" if event.signal else f"asked to stop: {event.why}"
+            return f"received {event.signal}" if event.signal else f"asked to stop by {event.why}"
         case journal.Verdict() as event:
             return f"verdict: {event.action.value}: {event.why}"
         case journal.Requeued() as event:

@@ -758,9 +758,8 @@ class CycleMachine:
         self._awaits_slurm = False
         if event.preempted and self._signalled_or_consulting and not self._fruits.preempted:
             self._fruits.preempted = True
-            why = "Slurm preempts the job"
-            self._write(journal.StopRequested(signal="", why=why, preempted=True))
-            self._ending = End(EXIT_RESTART_ELSEWHERE, why)
+            self._write(journal.StopRequested(signal="", why="a preemption by Slurm", preempted=True))
+            self._ending = End(EXIT_RESTART_ELSEWHERE, "Slurm preempts the job")
         if self.phase is not Phase.CONSULTING:
             return
         if self._ending is not None:

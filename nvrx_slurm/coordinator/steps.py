@@ -208,7 +208,7 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class DrainRequested:
-    """The ranks should save and end soon: because of a signal, or of what ``why`` says."""
+    """A signal, or what ``why`` names, asks the ranks to save and end soon."""
 
     signal: signal.Signals | None = None
     why: str = ""

@@ -26,7 +26,7 @@ async def watch_time_limit(
         ends: Unix seconds; None: there is no limit, and this returns at once.
         margin_s: what saving may take.
         ask: Slurm for the job.
-        near: takes one clause that says how much time is left.
+        near: takes the words for it, with how much time is left.
         clock: Unix seconds.
         wait: for so many seconds.
     """
@@ -46,5 +46,5 @@ async def watch_time_limit(
         else:
             ends = job.ends
         if ends is not None and ends - margin_s <= clock():
-            near(f"the time limit is {max(0.0, ends - clock()):.0f} s away")
+            near(f"the time limit, {max(0.0, ends - clock()):.0f} s away")
             return

@@ -212,9 +212,15 @@ class HangEvidence(Event, frozen=True, tag="hang_evidence"):
 class StopRequested(Event, frozen=True, tag="stop_requested"):
     """The job was asked from outside to stop, by signal or because its time is nearly over."""
 
+    @property
+    def by(self) -> str:
+        """Return what asked, in words."""
+        return self.signal or self.why
+
     signal: str
     """Empty: it was no signal, and ``why`` says what."""
     why: str = ""
+    """What asked for it, such as ``the time limit, 120 s away``."""
     preempted: bool = False
     """Slurm takes the nodes for another job."""
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from nvrx_slurm.journal import (
     CheckpointLoaded,
+    ControlRequested,
+    CycleScored,
     CycleStarted,
     FaultDetected,
     FaultKind,
@@ -17,6 +19,7 @@ from nvrx_slurm.journal import (
     NodeGivenUp,
     NodeJoined,
     NodeLost,
+    NodeSuspected,
     NotRequeued,
     Requeued,
     StopRequested,
@@ -119,8 +122,15 @@ class _Teller:
                 yield MomentKind.TOPOLOGY_IGNORED, f"ranks are not placed by topology: {clean(why)}"
             case NodeExcluded(node=node, reason=reason):
                 yield MomentKind.NODE_EXCLUDED, f"{clean(node)} excluded: {clean(reason)}"
-            case StopRequested(signal=signal):
-                yield MomentKind.STOP_REQUESTED, f"asked to stop by {clean(signal)}"
+            case NodeSuspected() as event:
+                text = f"{clean(event.node)} has had {count(event.faults, 'fault')} of its own and stays"
+                yield MomentKind.NODE_SUSPECTED, f"{text}: {clean(event.why)}"
+            case StopRequested() as event:
+                yield MomentKind.STOP_REQUESTED, f"asked to stop by {clean(event.by)}"
+            case ControlRequested() as event:
+                yield MomentKind.CONTROL_REQUESTED, _say_control(event)
+            case CycleScored(progressed=False) as event:
+                yield MomentKind.NO_PROGRESS, _say_no_progress(event, entry.record.cycle)
             case JobEnded(code=code, why=why):
                 yield MomentKind.JOB_ENDED, f"code {code}: {clean(why)}"
             case Requeued() as event:
@@ -210,6 +220,31 @@ class _Teller:
 def _with_evidence(cause: Cause, event: FaultDetected) -> str:
     detail = f" ({clean(event.detail)})" if event.detail.strip() else ""
     return f"{say_fault(cause)}, seen by {clean(event.detector)}{detail}"
+
+
+_ACTIONS = {"ExcludeThisNode": "to exclude its node", "ShutdownWorkload": "to shut the workload down"}
+
+
+def _say_control(event: ControlRequested) -> str:
+    action = _ACTIONS.get(event.action, f"for {clean(event.action)}")
+    why = f": {clean(event.why)}" if event.why.strip() else ""
+    return f"rank {event.rank} on {clean(event.node)} asks {action}{why}"
+
+
+def _say_no_progress(event: CycleScored, cycle: int) -> str:
+    if event.step is None:
+        came = "ended before the first step"
+    elif event.checkpoints:
+        came = f"saved nothing after step {event.step}"
+    else:
+        came = f"came no further than step {event.step}"
+    row = f", the {_ordinal(event.in_a_row)} in a row" if event.in_a_row > 1 else ""
+    return f"cycle {cycle} {came}{row}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _say_requeued(event: Requeued) -> str:

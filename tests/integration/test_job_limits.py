@@ -178,7 +178,7 @@ def test_before_the_time_limit_ranks_save_and_the_job_is_requeued(job: Jobs) -> 
     assert (run.root / "saved0").exists()
     assert (run.root / "saved1").exists()
     (asked,) = run.events(journal.StopRequested)
-    assert asked.why.startswith("the time limit is ")
+    assert asked.why.startswith("the time limit, ")
     assert run.events(journal.Requeued)
     assert run.nothing_is_left()
 

@@ -349,7 +349,7 @@ class World:
         if how % 2:
             self.feed(steps.DrainRequested(signal.SIGUSR2))
         else:
-            self.feed(steps.DrainRequested(why="the time limit is 120 s away"))
+            self.feed(steps.DrainRequested(why="the time limit, 120 s away"))
 
     def an_old_message_comes_again(self, who: int, _how: int) -> None:
         """Agents say everything once, but nothing may depend on that."""

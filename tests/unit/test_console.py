@@ -45,6 +45,29 @@ TOLD: list[tuple[AnyEvent, str]] = [
     (journal.WorkersStopped(nodes=2, seconds=0.25), "cycle 2: all workers stopped in 0.250 s"),
     (journal.StopRequested(signal="SIGTERM"), "received SIGTERM"),
     (
+        journal.StopRequested(signal="", why="the time limit, 120 s away"),
+        "asked to stop by the time limit, 120 s away",
+    ),
+    (
+        journal.NodeSuspected(node="n4", faults=3, why="there is no spare to take its place"),
+        "node n4 has had 3 faults of its own and stays: there is no spare to take its place",
+    ),
+    (
+        journal.ControlRequested(action="ShutdownWorkload", node="n2", rank=3, why=""),
+        "REQUEST: rank 3 on n2 asks for ShutdownWorkload: no reason given",
+    ),
+    (journal.CycleScored(progressed=False, in_a_row=2, step=7), "cycle 2: no progress, 2 in a row"),
+    (
+        journal.CycleScored(progressed=None, in_a_row=0),
+        "no rank tells its step (send_heartbeat(step=...)): whether there is progress is unknown",
+    ),
+    (
+        journal.FaultDetected(
+            kind=FaultKind.REQUEST, node="n1", rank=3, detector="rank", detail="ECC errors"
+        ),
+        "FAULT: rank 3 on n1 asked to exclude its node (ECC errors)",
+    ),
+    (
         journal.Verdict(action=VerdictAction.RESTART, rule="node-lost", why="node n4 lost"),
         "verdict: restart: node n4 lost",
     ),
@@ -52,6 +75,7 @@ TOLD: list[tuple[AnyEvent, str]] = [
 ]
 SILENT: list[AnyEvent] = [
     journal.Progress(step=3),
+    journal.CycleScored(progressed=True, in_a_row=0, step=7),
     journal.NodeJoined(node="n1", slots=2),
     journal.RankReady(ranks=8),
     journal.CheckpointSaved(step=20, layer="shared", rank=0),

@@ -131,17 +131,17 @@ def test_a_signal_while_the_workload_shuts_down_changes_nothing_but_a_second_end
 
 def test_the_time_limit_asks_ranks_to_save_and_the_job_to_be_requeued() -> None:
     job = running()
-    job.feed(steps.DrainRequested(why="the time limit is 120 s away"))
+    job.feed(steps.DrainRequested(why="the time limit, 120 s away"))
     assert job.new(steps.AskRanksToStop) == [steps.AskRanksToStop(0, ("n1", "n2"))]
     assert job.written(journal.StopRequested) == [
-        journal.StopRequested(signal="", why="the time limit is 120 s away")
+        journal.StopRequested(signal="", why="the time limit, 120 s away")
     ]
     assert job.exit_all().end.code == 75
 
 
 def test_a_signal_after_the_timer_asks_nobody_a_second_time() -> None:
     job = running()
-    job.feed(steps.DrainRequested(why="the time limit is 120 s away"))
+    job.feed(steps.DrainRequested(why="the time limit, 120 s away"))
     assert job.feed(steps.DrainRequested(signal.SIGUSR2)) == []
 
 
@@ -161,7 +161,7 @@ def test_a_preempted_job_asks_to_be_requeued_whoever_answers_first(answer_first:
     else:
         job.stopped("n1", "n2").slurm_answers("RUNNING", preempted=True)
     assert job.end == steps.End(75, "Slurm preempts the job")
-    assert journal.StopRequested(signal="", why="Slurm preempts the job", preempted=True) in job.journal
+    assert journal.StopRequested(signal="", why="a preemption by Slurm", preempted=True) in job.journal
     assert not job.faults
 
 

@@ -129,3 +129,31 @@ def test_no_value_in_any_place_does_anything_but_work_or_be_refused(document: ob
     for key in ("rank_heartbeat_timeout", "rank_section_timeouts", "safety_factor", "num_warmup_iterations"):
         with contextlib.suppress(ConfigError):
             build_config(("file", {key: yaml.safe_load(yaml.safe_dump(document))}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("max_no_progress_cycles", "null", "a whole number of 0 or more"),
+        ("max_no_progress_cycles", "-1", "a whole number of 0 or more"),
+        ("max_no_progress_cycles", "true", "a whole number of 0 or more"),
+        ("min_progress_iterations", "0", "a whole number of 1 or more"),
+        ("min_progress_iterations", "1.5", "a whole number of 1 or more"),
+        ("checkpoint_iteration_file", "7", "the path of a file"),
+        ("checkpoint_iteration_file", "''", "the path of a file"),
+        ("max_no_progres_cycles", "3", "max_no_progress_cycles"),
+    ],
+)
+def test_w14_a_bad_bound_in_the_file_is_refused_and_not_replaced_by_a_default(
+    tmp_path: Path, key: str, value: str, accepted: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build(tmp_path, f"fault_tolerance: {{{key}: {value}}}")
+    assert key in str(refused.value)
+    assert accepted in str(refused.value)
+
+
+def test_w14_the_bound_on_progress_is_on_by_default_and_null_is_no_file(tmp_path: Path) -> None:
+    config = build(tmp_path, "fault_tolerance: {checkpoint_iteration_file: null}")
+    assert (config.max_no_progress_cycles, config.min_progress_iterations) == (3, 1)
+    assert config.checkpoint_iteration_file is None

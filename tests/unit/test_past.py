@@ -114,7 +114,7 @@ def test_without_a_client_a_long_run_is_taken_for_training() -> None:
 
 
 def test_a_preempted_attempt_is_neither_fruitless_nor_proof_of_the_contrary() -> None:
-    preempted = journal.StopRequested(signal="", why="Slurm preempts the job", preempted=True)
+    preempted = journal.StopRequested(signal="", why="a preemption by Slurm", preempted=True)
     assert Told().attempt(0).attempt(1, preempted).past(2).fruitless == 1
 
 

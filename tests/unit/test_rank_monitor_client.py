@@ -12,10 +12,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nvrx_slurm.fault_tolerance import RankMonitorClient, RankMonitorClientError
+from nvrx_slurm.fault_tolerance import (
+    RankMonitorClient,
+    RankMonitorClientError,
+    WorkloadAction,
+    WorkloadControlRequest,
+)
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
-from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE
+from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE, Control, decode_request, is_acceptable
 from nvrx_slurm.wire.timeouts import MONITORING_VARIABLE, HeartbeatTimeouts, Monitoring, SectionTimeouts
+
+SHUT_DOWN = WorkloadControlRequest(WorkloadAction.ShutdownWorkload, "enough")
 
 USES: list[tuple[str, Callable[[RankMonitorClient], object]]] = [
     ("send_heartbeat", lambda client: client.send_heartbeat()),
@@ -51,7 +58,13 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pyt
     page.close()
 
 
-@pytest.mark.parametrize(("name", "use"), USES)
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        *USES,
+        ("send_workload_control_request", lambda client: client.send_workload_control_request(SHUT_DOWN)),
+    ],
+)
 def test_every_call_needs_the_first(name: str, use: Callable[[RankMonitorClient], object]) -> None:
     with pytest.raises(RankMonitorClientError, match=f"^{name} needs init_workload_monitoring first$"):
         use(RankMonitorClient())
@@ -163,3 +176,82 @@ def test_a_layer_that_is_no_name_is_refused(environment: pytest.MonkeyPatch, lay
     with pytest.raises(RankMonitorClientError, match="as layer: 1 to 64 bytes"):
         client.report_checkpoint_saved(5, layer)
     client.shutdown_workload_monitoring()
+
+
+# --- requests for the whole job ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def requests(environment: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[object], list[Control]]]:
+    """Sends a request, and returns all such that have arrived at an agent's socket."""
+    path = tmp_path / "requests.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        environment.setenv(SOCKET_VARIABLE, str(path))
+        client = RankMonitorClient()
+        client.init_workload_monitoring()
+        connection, _ = listener.accept()
+
+        def send(request: object) -> list[Control]:
+            client.send_workload_control_request(request)  # type: ignore[arg-type]
+            client.shutdown_workload_monitoring()
+            said = iter(lambda: connection.recv(65536), b"")
+            return [asked for asked in map(decode_request.decode, said) if isinstance(asked, Control)]
+
+        with connection:
+            yield send
+
+
+def test_a_request_for_the_whole_job_reaches_the_agent(requests: Callable[[object], list[Control]]) -> None:
+    sent = Control(rank=3, cycle=1, action=WorkloadAction.ShutdownWorkload, description="enough")
+    assert requests(SHUT_DOWN) == [sent]
+    assert is_acceptable(sent)
+
+
+def test_to_continue_asks_for_nothing(requests: Callable[[object], list[Control]]) -> None:
+    assert requests(WorkloadControlRequest(WorkloadAction.Continue)) == []
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\x1b[31mred", "x" * 10_000, "\u2028" * 3, "ü" * 501])
+def test_its_description_is_cut_to_what_a_terminal_can_show(
+    requests: Callable[[object], list[Control]], text: str
+) -> None:
+    (asked,) = requests(WorkloadControlRequest(WorkloadAction.ExcludeThisNode, text))
+    assert is_acceptable(asked)
+    assert asked.description[:2] == " ".join(text.split())[:2].replace("\x1b", "?")
+
+
+@pytest.mark.parametrize("description", ["x" * 501, "two\nlines", "\x1b[31mred"])
+def test_an_agent_passes_on_no_other_description(description: str) -> None:
+    """A rank may write to the socket by itself."""
+    action = WorkloadAction.ExcludeThisNode
+    assert not is_acceptable(Control(rank=3, cycle=1, action=action, description=description))
+
+
+@pytest.mark.parametrize("request_", ["shutdown", WorkloadAction.ShutdownWorkload, None])
+def test_what_is_no_request_is_refused(environment: pytest.MonkeyPatch, request_: object) -> None:
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    with pytest.raises(RankMonitorClientError, match="a WorkloadControlRequest is accepted"):
+        client.send_workload_control_request(request_)  # type: ignore[arg-type]
+    client.shutdown_workload_monitoring()
+
+
+def test_the_numbers_of_the_actions_are_those_that_users_know() -> None:
+    assert [(action.name, int(action)) for action in WorkloadAction] == [
+        ("Continue", 0),
+        ("ExcludeThisNode", 1),
+        ("ShutdownWorkload", 2),
+    ]
+
+
+def test_without_a_monitor_a_request_is_told_to_be_in_vain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(PAGE_VARIABLE, raising=False)
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    with caplog.at_level(logging.WARNING):
+        client.send_workload_control_request(SHUT_DOWN)
+    assert "nobody does what was asked for" in caplog.text

@@ -18,12 +18,16 @@ from report_journals import (
 
 from nvrx_slurm.journal import (
     CheckpointLoaded,
+    ControlRequested,
+    CycleScored,
+    FaultDetected,
     FaultKind,
     FirstStep,
     JobEnded,
     JobStarted,
     NodeJoined,
     NodeLost,
+    NodeSuspected,
     NotRequeued,
     Progress,
     Record,
@@ -635,3 +639,56 @@ def test_of_several_jobs_in_one_run_directory_the_last_is_reported() -> None:
     assert build_report([*first, *again, *other], now=1000.0).job == "2"
     # but one job may start nvrx-srun more than once
     assert len(build_report([*first, *first], now=1000.0).attempts) == 2
+
+
+# --- requests, suspects and progress -------------------------------------------------------------------
+
+
+def test_the_timeline_tells_of_requests_suspects_and_cycles_without_progress() -> None:
+    w = training()
+    w.at(15.0, NodeSuspected(node="n2", faults=3, why="there is no spare to take its place"))
+    w.at(
+        15.1,
+        CycleScored(progressed=True, in_a_row=0, step=40),
+        CycleScored(progressed=False, in_a_row=1, step=40),
+        CycleScored(progressed=False, in_a_row=2, step=40, checkpoints=True),
+        CycleScored(progressed=False, in_a_row=13, early_end="exit 1"),
+    )
+    w.at(15.2, ControlRequested(action="ExcludeThisNode", node="n2", rank=3, why="ECC errors"))
+    w.at(15.3, ControlRequested(action="ShutdownWorkload", node="n1", rank=0, why=""))
+    told = {
+        MomentKind.NODE_SUSPECTED,
+        MomentKind.NO_PROGRESS,
+        MomentKind.CONTROL_REQUESTED,
+    }
+    assert [moment.text for moment in report(w.records, now=16.0).timeline if moment.kind in told] == [
+        "n2 has had 3 faults of its own and stays: there is no spare to take its place",
+        "cycle 0 came no further than step 40",
+        "cycle 0 saved nothing after step 40, the 2nd in a row",
+        "cycle 0 ended before the first step, the 13th in a row",
+        "rank 3 on n2 asks to exclude its node: ECC errors",
+        "rank 0 on n1 asks to shut the workload down",
+    ]
+
+
+def test_a_job_that_a_rank_shut_down_is_finished() -> None:
+    w = training()
+    w.at(15.0, ControlRequested(action="ShutdownWorkload", node="n2", rank=3, why="enough"))
+    w.at(15.1, WorkersStopped(nodes=4, seconds=0.1))
+    w.at(15.2, JobEnded(code=0, why="rank 3 on n2 asked to shut the workload down: enough"))
+    assert report(w.records).state is JobState.FINISHED
+
+
+def test_a_cycle_that_ends_for_its_node_to_be_excluded_says_so() -> None:
+    w = training()
+    asked = FaultDetected(kind=FaultKind.REQUEST, node="n2", rank=3, detector="rank", detail="ECC errors")
+    w.at(15.0, asked)
+    w.restart(15.2, "asked-for", "rank 3 on n2 asked to exclude its node (ECC errors)", asked)
+    assert say_end(report(w.records, now=16.0).cycles[0]) == "rank 3 on n2: asked to exclude its node"
+
+
+def test_what_asked_a_job_to_stop_need_not_be_a_signal() -> None:
+    w = training()
+    w.at(15.0, StopRequested(signal="", why="the time limit, 120 s away"))
+    w.at(15.2, JobEnded(code=75, why="asked to stop; every rank has ended in good order"))
+    assert say_end(report(w.records).cycles[0]) == "asked to stop: the time limit, 120 s away"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,37 @@ def test_a_running_job_is_read(version: str) -> None:
     assert (job.batch, job.requeue, job.restarts) == (True, True, 0)
     assert (job.partition, job.num_nodes) == ("batch", 2)
     assert (job.required_nodes, job.excluded_nodes) == ((), ())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_end_of_a_jobs_time_is_read(version: str) -> None:
+    job = parse_job(golden(version, "job"), "1")
+    assert job.ends == 1827583304
+    assert not job.preempted
+
+
+@pytest.mark.parametrize("limit", ["TimeLimit=UNLIMITED", "EndTime=Unknown"])
+def test_a_job_without_limit_has_no_end(limit: str) -> None:
+    """Slurm gives it one all the same, a year after its start."""
+    name = limit.partition("=")[0]
+    text = re.sub(rf"{name}=\S+", limit, golden("22.05", "job"))
+    assert parse_job(text, "1").ends is None
+
+
+@pytest.mark.parametrize(
+    ("field", "preempted"),
+    [
+        ("PreemptTime=1796047400", True),
+        ("PreemptTime=1796047000", False),
+        ("PreemptTime=None", False),
+        ("JobState=PREEMPTED", True),
+    ],
+    ids=["now", "in an earlier run", "never", "and its grace is over"],
+)
+def test_a_preempted_job_is_told_from_others(field: str, preempted: bool) -> None:
+    name = field.partition("=")[0]
+    text = re.sub(rf"{name}=\S+", "", golden("22.05", "job")).replace("StartTime=", f"{field} StartTime=")
+    assert parse_job(text, "1").preempted is preempted
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from nvrx_slurm.cli.srun import main
 from nvrx_slurm.coordinator import job as coordinator_job
 from nvrx_slurm.coordinator.job import JobSpec
+from nvrx_slurm.coordinator.limits import Limits
+from nvrx_slurm.coordinator.past import Past
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.wire.messages import ProgramKind
 
@@ -120,6 +122,13 @@ def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
         (["--workers-stop-timeout", "none", "train.py"], "'none' is not a duration"),
         (["--heartbeat-timeout", "0", "train.py"], "a duration above 0 is needed, or none"),
         (["--initial-heartbeat-timeout", "x", "train.py"], "accepted: 90s, 5m, 1.5h, none"),
+        (["--ft-max-no-progress-cycles", "-1", "train.py"], "-1 is not in the range x>=0"),
+        (["--ft-min-progress-iterations", "0", "train.py"], "0 is not in the range x>=1"),
+        (["--ft-no-restart-exit-code", "75", "train.py"], "1 to 255 but 1, 2, 75 is accepted"),
+        (["--ft-no-restart-exit-code", "0", "train.py"], "0 is not in the range 1<=x<=255"),
+        (["--max-restarts-per-hour", "0", "train.py"], "0 is not in the range x>=1"),
+        (["--exclude-after", "-1", "train.py"], "-1 is not in the range x>=0"),
+        (["--time-limit-margin", "-1", "train.py"], "accepted: 90s, 5m, 1.5h"),
         (["--warm-start", "maybe", "train.py"], "'maybe' is not one of 'on', 'off'"),
         (["--no-such-option", "train.py"], "No such option '--no-such-option'"),
         (["missing.py"], "SCRIPT: missing.py is not a file"),
@@ -203,8 +212,39 @@ def test_without_options_every_node_trains_and_the_defaults_hold(here: Path, job
     assert spec.policy.stop_timeout_s > spec.welcome.stop_timeout_s
     assert spec.monitoring.heartbeat.initial == 3600.0
     assert spec.monitoring.heartbeat.subsequent == 2700.0
+    assert spec.policy.limits == Limits(
+        max_no_progress_cycles=3,
+        min_progress_iterations=1,
+        no_restart_code=93,
+        max_restarts_per_hour=None,
+        exclude_after=3,
+    )
+    assert (spec.policy.past, spec.policy.has_iteration_file, spec.iteration_file) == (Past(), False, None)
+    assert (spec.ends, spec.time_limit_margin_s) == (None, 120.0)
     assert spec.run_dir.path == here / "nvrx" / "7"
     assert stat.S_IMODE(spec.run_dir.path.stat().st_mode) == 0o700
+
+
+def test_bounds_reach_the_job(here: Path, jobs: list[JobSpec]) -> None:
+    (here / "ft.yaml").write_text(
+        "fault_tolerance: {max_no_progress_cycles: 7, min_progress_iterations: 9, "
+        "checkpoint_iteration_file: latest}"
+    )
+    srun(
+        *("--ft-cfg-path", "ft.yaml", "--ft-max-no-progress-cycles", "5", "--ft-no-restart-exit-code", "42"),
+        *("--max-restarts-per-hour", "6", "--exclude-after", "0", "--time-limit-margin", "0", "train.py"),
+    )
+    (spec,) = jobs
+    assert spec.policy.limits == Limits(
+        max_no_progress_cycles=5,
+        min_progress_iterations=9,
+        no_restart_code=42,
+        max_restarts_per_hour=6,
+        exclude_after=0,
+    )
+    assert spec.policy.has_iteration_file
+    assert spec.iteration_file == here / "latest"
+    assert spec.time_limit_margin_s == 0.0
 
 
 def test_options_reach_the_job(here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +274,10 @@ def test_options_reach_the_job(here: Path, jobs: list[JobSpec], monkeypatch: pyt
         (["--max-restarts", "2"], ["--max_restarts", "2"]),
         (["--heartbeat-timeout", "90"], ["--ft-rank-heartbeat-timeout", "90"]),
         (["--initial-heartbeat-timeout", "90"], ["--ft-initial-rank-heartbeat-timeout", "90"]),
+        (["--max-no-progress-cycles", "5"], ["--ft-max-no-progress-cycles", "5"]),
+        (["--min-progress-iterations", "5"], ["--ft-min-progress-iterations", "5"]),
+        (["--no-restart-exit-code", "5"], ["--ft-no-restart-exit-code", "5"]),
+        (["--checkpoint-iteration-file", "it"], ["--ft-checkpoint-iteration-file", "it"]),
     ],
 )
 def test_options_have_the_names_that_people_know(

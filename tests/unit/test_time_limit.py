@@ -41,7 +41,7 @@ class Scene:
 
 def test_ranks_are_asked_the_margin_before_the_end() -> None:
     scene = Scene(3600).play(3600)
-    assert scene.told == [(3480.0, "the time limit is 120 s away")]
+    assert scene.told == [(3480.0, "the time limit, 120 s away")]
     assert scene.asked_at == [3480.0]
 
 
@@ -51,7 +51,7 @@ def test_a_job_without_limit_has_no_timer() -> None:
 
 
 def test_a_limit_that_was_raised_meanwhile_counts() -> None:
-    assert Scene(7200, 7200).play(3600).told == [(7080.0, "the time limit is 120 s away")]
+    assert Scene(7200, 7200).play(3600).told == [(7080.0, "the time limit, 120 s away")]
 
 
 def test_a_limit_that_was_taken_away_meanwhile_is_none() -> None:
@@ -67,4 +67,4 @@ def test_a_job_that_slurm_does_not_know_is_left_alone() -> None:
 
 
 def test_a_job_shorter_than_two_margins_gets_half_of_its_time_to_train() -> None:
-    assert Scene(100).play(100).told == [(50.0, "the time limit is 50 s away")]
+    assert Scene(100).play(100).told == [(50.0, "the time limit, 50 s away")]
