@@ -73,8 +73,11 @@ def _hold(what: str) -> socket.socket | None:
 
 
 def claim_hosting(port: int) -> socket.socket | None:
-    """Be the one launcher of this host that coordinates on ``port``, until the socket is closed."""
-    return _hold(f"port.{port}")
+    """Be the one launcher of this host that coordinates on ``port``, until the socket is closed.
+
+    0, a free port, is nobody's. None: another launcher does.
+    """
+    return _hold(f"port.{port}") if port else socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 def claim_node_name(name: str, run_id: str) -> tuple[str, socket.socket]:

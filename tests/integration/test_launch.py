@@ -330,6 +330,15 @@ def test_two_jobs_run_beside_each_other(launched: Jobs) -> None:
         assert set(job.codes().values()) == {0}, job.stderr
 
 
+def test_standalone_jobs_never_meet(launched: Jobs) -> None:
+    jobs = [launched(WAITS_ONCE, "--standalone", *COLD).launch() for _ in range(3)]
+    for job in jobs:
+        job.wait_for_file("ready0.0")
+    for job in jobs:
+        job.touch("go_on")
+    assert [job.code() for job in jobs] == [0, 0, 0]
+
+
 def test_a_port_in_use_is_said_in_one_sentence(launched: Jobs) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -1,0 +1,94 @@
+"""Ranks of ``nvrx-launch`` beside ranks of the torchrun that is installed: they find the same environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import BIN
+from launchers import LaunchedJob, launched_jobs
+
+pytestmark = pytest.mark.timeout(180)
+
+TELL = """
+import json, os, sys
+with open(f"{os.environ['TEST_FOLDER']}/{os.environ['WHO']}{os.environ['RANK']}", "w") as file:
+    json.dump({"env": dict(os.environ), "argv": sys.argv, "cwd": os.getcwd(), "main": __name__}, file)
+"""
+MUST_DIFFER = {
+    "MASTER_PORT": "each job has a store of its own",
+    "TORCHELASTIC_RUN_ID": "each standalone job has an id of its own",
+    "TORCHELASTIC_ERROR_FILE": "each launcher has files of its own",
+    "MASTER_ADDR": "a name or an address of this machine",
+    "WHO": "of the test",
+}
+OURS = ("NVRX_",)
+OF_IMPORTING_TORCH = {"TORCHINDUCTOR_CACHE_DIR": "set by torch itself, which a warm start has imported"}
+OF_TORCHRUN_ALONE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "said by torchrun to itself"}
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[partial[LaunchedJob]]:
+    with launched_jobs(tmp_path) as make:
+        yield make
+
+
+def run_torchrun(job: LaunchedJob, *options: str) -> None:
+    environment = {**job.environment, "WHO": "torchrun", "TEST_NODE": "n1"}
+    subprocess.run(
+        [str(BIN / "torchrun"), *options, str(job.script), *job.arguments],
+        env=environment,
+        cwd=job.root,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def told(job: LaunchedJob, who: str, rank: int) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((job.root / f"{who}{rank}").read_text())
+    return document
+
+
+@pytest.mark.parametrize("warm_start", ["on", "off"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--standalone", "--nproc-per-node=2", "--max-restarts=4", "--role=trainer"),
+        ("--standalone", "--nproc_per_node=2", "--virtual-local-rank", "--no-python"),
+        ("--nproc-per-node=1",),
+    ],
+    ids=lambda options: options[-1],
+)
+def test_a_rank_finds_what_it_finds_under_torchrun(
+    launched: partial[LaunchedJob], options: tuple[str, ...], warm_start: str
+) -> None:
+    job = launched(TELL, real_torch=True)
+    job.environment["CUDA_VISIBLE_DEVICES"] = "5,3"
+    job.environment["PYTHONPATH"] = ""
+    job.arguments += ["--lr", "0.1", "--nproc-per-node", "9"]
+    if "--no-python" in options:
+        job.script.write_text("#!" + str(BIN / "python") + job.script.read_text())
+        job.script.chmod(0o755)
+    run_torchrun(job, *options)
+    job.launch("n1", *options, "--warm-start", warm_start, WHO="nvrx")
+    assert job.code(patience_s=100) == 0, job.stderr
+    for rank in range(2 if "=2" in " ".join(options) else 1):
+        theirs, ours = told(job, "torchrun", rank), told(job, "nvrx", rank)
+        assert [ours[key] for key in ("argv", "cwd", "main")] == [
+            theirs[key] for key in ("argv", "cwd", "main")
+        ]
+        env, other = ours["env"], theirs["env"]
+        extra = {name for name in env.keys() - other.keys() if not name.startswith(OURS)}
+        assert extra <= (OF_IMPORTING_TORCH.keys() if warm_start == "on" else set())
+        assert other.keys() - env.keys() <= OF_TORCHRUN_ALONE.keys()
+        different = {name for name in env.keys() & other.keys() if env[name] != other[name]}
+        assert different <= MUST_DIFFER.keys(), {name: (env[name], other[name]) for name in different}
+        assert env["MASTER_PORT"].isdigit()
+        assert os.path.isabs(env["TORCHELASTIC_ERROR_FILE"])
