@@ -274,6 +274,7 @@ _ENDS: dict[str, tuple[str, str]] = {
 _CODES: dict[int, str] = {
     1: "training failed, and nvrx-srun's restarts were used up",
     2: "nvrx-srun refused its options; see the job's output file",
+    93: "it made no progress, and a restart would not change that; see nvrx-report and its output file",
     75: "it should be started again, elsewhere or later, and could not be requeued; see its output file",
 }
 
