@@ -30,6 +30,14 @@ class ForeignFlag:
     def parameter(self) -> str:
         return self.name.removeprefix("--").replace("-", "_")
 
+    @property
+    def row(self) -> str:
+        """Of the table in docs/launch.md."""
+        if self.accepted is None:
+            return f"| `{self.name}` | no effect: {self.why} |"
+        only = f" (accepted: {', '.join(f'`{value}`' for value in self.accepted)})" if self.accepted else ""
+        return f"| `{self.name}` | refused: {self.why}{only} |"
+
     def check(self, context: click.Context, _param: click.Parameter, value: object) -> None:
         """Note that the flag has no effect, or refuse it."""
         if context.get_parameter_source(self.parameter) in (None, click.core.ParameterSource.DEFAULT):

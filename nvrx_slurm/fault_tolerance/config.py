@@ -50,9 +50,11 @@ class FaultToleranceConfig:
     """Cycles in a row that bring no higher step, after which the job ends; 0: no bound."""
     min_progress_iterations: int = 1
     checkpoint_iteration_file: Path | None = None
-    cycle_info_dir: Path | None = None
-    per_cycle_applog_prefix: Path | None = None
     """Holds one integer, the iteration of the newest checkpoint; written by the training."""
+    cycle_info_dir: Path | None = None
+    """Where one JSON file per cycle tells watchers of it."""
+    per_cycle_applog_prefix: Path | None = None
+    """All output of a cycle goes to a file of this name with ``_cycle<N>``, too."""
 
     def monitoring(self) -> Monitoring:
         """Return what ranks and monitors are told."""
@@ -243,8 +245,30 @@ NOT_NEEDED: Mapping[str, str] = {
     "restart_check_interval": "restarts are not polled for",
     "skip_section_response": "no heartbeat or section waits for an answer",
     "gpu_memory_poll_interval": "GPU memory is checked every 100 ms, and only while a restart waits for it",
+    "log_level": "what is said does not depend on a level",
+    "check_remaining_processes": "all processes of a rank are killed before the next cycle begins",
 }
 """Keys of NVIDIA's extension that say how, not what; accepted, and without effect."""
+
+_HEALTH = "the hardware is not checked during a job; `nvrx-health check` does it before"
+_SERVICE = "no attribution service is asked"
+NOT_OFFERED: Mapping[str, tuple[str, Sequence[object]]] = {
+    "rank_termination_signal": ("a hung rank is killed with SIGKILL", ("SIGKILL", 9)),
+    "segment": ("it is an option, --ft-segment", ()),
+    "node_health_check_interval": (_HEALTH, ()),
+    "enable_nic_monitor": (_HEALTH, (False,)),
+    "enable_nic_healthcheck": (_HEALTH, (False,)),
+    "enable_dist_storage_healthcheck": (_HEALTH, (False,)),
+    "storage_healthcheck_path": (_HEALTH, ()),
+    "pci_topo_file": (_HEALTH, ()),
+    "link_down_path_template": (_HEALTH, ()),
+    "link_state_path_template": (_HEALTH, ()),
+    "attribution_endpoint": (_SERVICE, ()),
+    "attribution_stop_action": (_SERVICE, ("log",)),
+    "attribution_export_url": (_SERVICE, ()),
+}
+"""Keys of NVIDIA's extension that cannot be obeyed: why, and what may be said because it changes nothing, as
+null may."""
 
 
 def build_config(*sources: tuple[str, Mapping[str, object]]) -> FaultToleranceConfig:
@@ -263,6 +287,11 @@ def build_config(*sources: tuple[str, Mapping[str, object]]) -> FaultToleranceCo
             if key in NOT_NEEDED:
                 continue
             parse = _PARSERS.get(key)
+            if parse is None and key in NOT_OFFERED:
+                why, harmless = NOT_OFFERED[key]
+                if value is not None and value not in harmless:
+                    raise ConfigError(f"{name}: {key}: {value!r}: cannot be obeyed: {why}")
+                continue
             if parse is None:
                 raise ConfigError(f"{name}: unknown key {key!r}; accepted: {', '.join(_PARSERS)}")
             try:

@@ -103,6 +103,11 @@ _NO_MEANING = {
 """Accepted keys, and for those without effect the reason."""
 
 
+def keys_without_effect() -> Mapping[str, str]:
+    """Return the accepted keys that say nothing here, and why."""
+    return {key: why for key, why in _NO_MEANING.items() if why}
+
+
 def parse_conf(text: str) -> tuple[RendezvousConf, list[str]]:
     """Read ``key=value,…``; return it, and a note for each key that has no effect here.
 

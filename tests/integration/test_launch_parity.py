@@ -1,4 +1,4 @@
-"""Ranks of ``nvrx-launch`` beside ranks of the torchrun that is installed: they find the same environment."""
+"""``nvrx-launch`` as its page shows it, and its ranks beside those of the torchrun that is installed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BIN
+from harness import BIN, HERE, until
 from launchers import LaunchedJob, launched_jobs
 
 pytestmark = pytest.mark.timeout(180)
 
+CLONE = HERE.parent.parent
 TELL = """
 import json, os, sys
 with open(f"{os.environ['TEST_FOLDER']}/{os.environ['WHO']}{os.environ['RANK']}", "w") as file:
@@ -37,6 +38,26 @@ OF_TORCHRUN_ALONE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "said by torchrun to itse
 def launched(tmp_path: Path) -> Iterator[partial[LaunchedJob]]:
     with launched_jobs(tmp_path) as make:
         yield make
+
+
+def test_the_example_of_the_page_trains_and_is_reported(launched: partial[LaunchedJob]) -> None:
+    page = (CLONE / "docs" / "launch.md").read_text()
+    example = page.partition("```sh\n")[2].partition("```")[0]
+    job = launched("", real_torch=True)
+    (job.root / "examples").symlink_to(CLONE / "examples")
+    environment = {name: value for name, value in job.environment.items() if name != "NVRX_RUN_DIR"}
+    done = subprocess.run(
+        ["bash", "-euc", example],
+        env={**environment, "PATH": f"{BIN}:{os.environ['PATH']}"},
+        cwd=job.root,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 20" in done.stdout, done.stdout
+    assert "finished" in done.stdout
+    until("all has ended", lambda: not job.processes())
 
 
 def run_torchrun(job: LaunchedJob, *options: str) -> None:

@@ -11,17 +11,22 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from test_launch_cli import FT_LAUNCHER
 
 from nvrx_slurm.cli.doctor import _launcher, _own_times
 from nvrx_slurm.cli.doctor import main as doctor
+from nvrx_slurm.cli.launch import main as launch
+from nvrx_slurm.cli.launch_flags import FOREIGN_FLAGS
 from nvrx_slurm.doctor.batch_file import parse_batch_file
 from nvrx_slurm.doctor.lint import lint
+from nvrx_slurm.fault_tolerance.config import NOT_NEEDED, NOT_OFFERED
+from nvrx_slurm.launch.rendezvous import keys_without_effect
 
 CLONE = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [CLONE / "README.md", *sorted((CLONE / "docs").glob("*.md"))]
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 _SHELL = ("sh", "bash", "console")
-_COMMAND = re.compile(r"nvrx-(srun|report|devcluster|doctor|health|quickstart)\b[^`\n|…)]*")
+_COMMAND = re.compile(r"nvrx-(srun|launch|report|devcluster|doctor|health|quickstart)\b[^`\n|…)]*")
 
 
 def _shown() -> list[tuple[str, str]]:
@@ -93,3 +98,33 @@ def test_the_doctor_has_nothing_to_say_about_a_configuration_in_a_document(tmp_p
 def test_every_link_of_a_document_leads_to_a_file(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", document.read_text()):
         assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def _launch_page() -> str:
+    return (CLONE / "docs" / "launch.md").read_text()
+
+
+def test_the_page_of_the_launcher_tells_of_every_foreign_option_what_the_launcher_does() -> None:
+    page = _launch_page().splitlines()
+    assert [row for row in page if row in {flag.row for flag in FOREIGN_FLAGS}] == [
+        f.row for f in FOREIGN_FLAGS
+    ]
+    for key, why in keys_without_effect().items():
+        assert f"| `{key}` | no effect: {why} |" in page
+    for key, why in NOT_NEEDED.items():
+        assert f"| `{key}` | no effect: {why} |" in page
+    for key, (why, _) in NOT_OFFERED.items():
+        assert any(row.startswith(f"| `{key}` | refused: {why}") for row in page), key
+
+
+def test_the_page_of_the_launcher_has_every_option_of_torchrun_and_ft_launcher() -> None:
+    run = pytest.importorskip("torch.distributed.run")
+    torchrun = {name for action in run.get_args_parser()._actions for name in action.option_strings}
+    theirs = {name.replace("_", "-") for name in torchrun} - {"-h", "--help"} | set(FT_LAUNCHER)
+    rows = {name for row in _launch_page().splitlines() if row.startswith("|") for name in _options_in(row)}
+    assert theirs - rows == set()
+    assert rows - theirs - _options(launch) == set()
+
+
+def _options_in(row: str) -> list[str]:
+    return re.findall(r"`(--?[a-z][a-z-]*)`", row)

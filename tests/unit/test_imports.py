@@ -55,7 +55,7 @@ def test_importing_it_imports_no_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["nvrx-srun", "nvrx-report", "nvrx-devcluster", "nvrx-agent", "nvrx-health"]
+    "command", ["nvrx-srun", "nvrx-launch", "nvrx-report", "nvrx-devcluster", "nvrx-agent", "nvrx-health"]
 )
 def test_its_help_imports_no_torch_and_no_grpc(command: str) -> None:
     found = imported(str(Path(sys.executable).parent / command), "--help")
