@@ -49,7 +49,7 @@ class JobStarted(Event, frozen=True, tag="job_started"):
     """A Coordinator took charge; written once per attempt."""
 
     nodes: list[str]
-    """The allocation, in Slurm's order."""
+    """The allocation, in Slurm's order; empty where nobody knows beforehand who will join."""
     active_nodes: int
     spares: int
     max_restarts: int

@@ -174,8 +174,10 @@ class _Teller:
 
     def _job_started(self, event: JobStarted) -> str:
         spares = f" + {count(event.spares, 'spare')}" if event.spares else ""
-        text = f"attempt {self._attempt.number} on {clean(event.host)}: {node_set(event.nodes)}"
-        text += f" = {event.active_nodes} active{spares}"
+        # Without Slurm nobody knows beforehand who will join.
+        nodes = f"{node_set(event.nodes)} = " if event.nodes else ""
+        text = f"attempt {self._attempt.number} on {clean(event.host)}: {nodes}"
+        text += f"{event.active_nodes} active{spares}"
         if self._summary.queue_s is not None:
             text += f", {plain_seconds(self._summary.queue_s)} after the one before"
         return text

@@ -232,6 +232,73 @@ def test_a_node_that_cannot_take_part_fails_the_job_for_all(launched: Jobs) -> N
     assert "--role is other here and default where the job is coordinated" in job.said("n2")
 
 
+@pytest.mark.parametrize(("victim", "code"), [("nvrx-agent", 1), ("nvrx-guardian", 75), ("nvrx-warm", 1)])
+def test_whatever_breaks_in_one_launcher_no_other_calls_a_broken_job_finished(
+    launched: Jobs, victim: str, code: int
+) -> None:
+    job = launched(WAITS_ONCE, *meeting("2")).launch_all("n1", "n2")
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    job.named(victim, "n2").kill()
+    codes = job.codes()
+    assert codes["n1"] == code
+    assert codes["n2"] != 0
+    assert job.nothing_is_left()
+
+
+def test_a_coordinator_that_is_killed_alone_fails_every_launcher(launched: Jobs) -> None:
+    job = launched(WAITS_ONCE, *meeting("2:3")).launch_all("n1", "n2", "n3")
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    job.named("nvrx-coord").kill()
+    assert job.codes() == {"n1": 1, "n2": 1, "n3": 1}
+    assert "the Coordinator was killed by SIGKILL" in job.said("n1")
+    assert job.nothing_is_left()
+
+
+@pytest.mark.parametrize("when", ["at once", "after a restart"])
+def test_a_rank_that_shuts_the_workload_down_ends_every_launcher_with_the_same_code(
+    launched: Jobs, when: str
+) -> None:
+    script = (
+        RANK
+        + f"""
+from nvrx_slurm.fault_tolerance import RankMonitorClient, WorkloadAction, WorkloadControlRequest
+if {when!r} == "after a restart" and cycle == 0:
+    sys.exit(rank)
+client = RankMonitorClient()
+client.init_workload_monitoring()
+if rank == 0:
+    client.send_workload_control_request(WorkloadControlRequest(WorkloadAction.ShutdownWorkload, "enough"))
+time.sleep(60)
+"""
+    )
+    job = launched(script, *meeting("2:3"), "--max-restarts", "1").launch_all("n1", "n2", "n3")
+    assert job.codes() == {"n1": 0, "n2": 0, "n3": 0}, job.stderr
+    assert job.nothing_is_left()
+
+
+def test_no_name_that_a_launcher_gives_its_node_leads_to_a_file(launched: Jobs) -> None:
+    job = launched("print('said')", *meeting("2"))
+    job.launch("n1", "--rdzv-conf", "is_host=1")
+    job.launch("n2", "--rdzv-conf", "is_host=0", "--local-addr", "../../evil/x")
+    assert job.codes() == {"n1": 0, "n2": 0}, job.stderr
+    assert "../../evil/x" in job.events(journal.CycleStarted)[0].nodes
+    assert {path.name for path in job.run_dir.rglob("*")} == {
+        *(
+            "journal.jsonl",
+            "coordinator.lock",
+            "token",
+            "cycles",
+            "0",
+            "rank_0.log",
+            "rank_1.log",
+            "merged.log",
+        )
+    }
+    assert not list(job.root.parent.rglob("evil*"))
+
+
 def test_nodes_have_the_ranks_that_node_rank_says(launched: Jobs) -> None:
     script = RANK + "write(os.environ['TEST_NODE'], os.environ['GROUP_RANK'])"
     options = (*COLD, "--nnodes", "3", "--master-port", str(free_port()))
