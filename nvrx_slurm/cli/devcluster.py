@@ -116,11 +116,12 @@ def kill_node(node: str, name: str) -> None:
 @main.command("restore-node")
 @click.argument("node")
 @click.option("--wipe-local", is_flag=True, help="The killed node comes back with an empty local disk.")
+@click.option("--unnoticed", is_flag=True, help="The killed node is back before Slurm has missed it.")
 @_name
 @_one_sentence
-def restore_node(node: str, wipe_local: bool, name: str) -> None:
+def restore_node(node: str, wipe_local: bool, unnoticed: bool, name: str) -> None:
     """Boot a killed node, or plug in a partitioned one, and return it to service."""
-    DevCluster(name).restore_node(node, wipe_local=wipe_local)
+    DevCluster(name).restore_node(node, wipe_local=wipe_local, unnoticed=unnoticed)
 
 
 @main.command("partition-node")

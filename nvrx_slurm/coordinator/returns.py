@@ -23,6 +23,8 @@ _QUESTIONS = 2
 """So many questions to Slurm at a time, and"""
 _STARTS = 8
 """so many agents are being started, however many nodes are lost."""
+_RECALLS = 64
+"""Whoever loses more nodes than these at a time has another problem, and Slurm is not to be flooded."""
 
 
 class Step(Protocol):
@@ -97,7 +99,12 @@ class Returns:
 
     def recall(self, node: str) -> None:
         """Bring ``node`` back, which had an agent once."""
-        if node in self._tasks and not self._tasks[node].done():
+        busy = [each for each, task in self._tasks.items() if not task.done()]
+        if node in busy:
+            return
+        if len(busy) >= _RECALLS:
+            why = f"{len(busy)} other nodes are being brought back"
+            asyncio.get_running_loop().call_soon(self._stays_away, node, why)
             return
         self._arrived[node] = asyncio.Event()
         self._tasks[node] = asyncio.create_task(self._bring_back(node))

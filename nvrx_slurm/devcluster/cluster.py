@@ -114,7 +114,7 @@ class DevCluster:
             self._require_power(node)
             network.cut(Subnet(there.index), node)
 
-    def restore_node(self, node: str, wipe_local: bool = False) -> None:
+    def restore_node(self, node: str, wipe_local: bool = False, *, unnoticed: bool = False) -> None:
         """Boot a killed node, plug a partitioned one in again, and return it to service in Slurm.
 
         Returns when slurmctld has it back. A node that is well stays as it is; one that someone drained
@@ -122,6 +122,8 @@ class DevCluster:
 
         Args:
             wipe_local: the killed node comes back with an empty local disk.
+            unnoticed: the killed node boots before Slurm has missed it. Jobs that were submitted with
+                ``--no-kill`` keep it then; they lose a node that Slurm has called DOWN.
         """
         preflight.require_root("nvrx-devcluster restore-node")
         self._require()
@@ -132,7 +134,7 @@ class DevCluster:
                 if machine.running(self._layout.record(node)):
                     raise DevClusterError(f"node {node} is running: kill it before wiping its local disk")
                 files.wipe_disks(self._layout, node)
-            lifecycle.restore(self._layout, there, (node,), lock_fd)
+            lifecycle.restore(self._layout, there, (node,), lock_fd, unnoticed)
 
     def exec(self, node: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         """Run a command inside a node, as root, in the same directory if the node has it.

@@ -56,10 +56,13 @@ def power_off(layout: Layout, there: ClusterState, node: str) -> None:
     network.remove([subnet.port(node)])
 
 
-def restore(layout: Layout, there: ClusterState, nodes: Sequence[str], lock_fd: int) -> None:
+def restore(
+    layout: Layout, there: ClusterState, nodes: Sequence[str], lock_fd: int, unnoticed: bool = False
+) -> None:
     """Bring back those of the nodes that are switched off, cut off, without their daemons or DOWN.
 
-    Returns when slurmctld hears from all of them, and none is DOWN.
+    Returns when slurmctld hears from all of them, and none is DOWN. ``unnoticed``: a node that was switched
+    off is back before slurmctld has missed it, so that jobs keep it.
 
     Raises:
         DevClusterError: one does not come back.
@@ -75,7 +78,7 @@ def restore(layout: Layout, there: ClusterState, nodes: Sequence[str], lock_fd: 
             files.make_node(layout, node)
             # A real machine takes longer to boot than slurmctld to notice. This one would be back before, in
             # the middle of a job whose processes on it are gone.
-            if node in known and known[node].base != "down":
+            if not unnoticed and node in known and known[node].base != "down":
                 slurm.report_lost(node)
             to_boot.append(node)
         elif not network.is_plugged_in(subnet, node):

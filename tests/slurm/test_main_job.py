@@ -96,7 +96,7 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
 
 
 def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=4, spares=0, sbatch=("--no-requeue",))
+    job = _train(slurm, 2000, "--rejoin-timeout=5s", nodes=4, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
     slurm.cluster.kill_node(lost)
@@ -111,7 +111,7 @@ def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: Sl
 
 def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes(slurm: SlurmJobs) -> None:
     # given four nodes that train, a fifth that is free, and a node that the user has excluded already
-    job = _train(slurm, 200, nodes=3, spares=0, sbatch=("--exclude=n5",))
+    job = _train(slurm, 200, "--rejoin-timeout=5s", nodes=3, spares=0, sbatch=("--exclude=n5",))
     job.wait_for_training(cycle=0, steps=15)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
 
@@ -167,7 +167,7 @@ def test_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
 
 @pytest.mark.parametrize("process", ["nvrx-agent", "nvrx-guardian", "nvrx-warm"])
 def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, process: str) -> None:
-    job = _train(slurm, 120, nodes=5, spares=1)
+    job = _train(slurm, 120, "--rejoin-timeout=0", nodes=5, spares=1)
     job.wait_for_training(cycle=0)
     node = job.active_nodes()[2]
     slurm.cluster.exec(node, ["pkill", "-KILL", "-x", process], check=True)

@@ -1,0 +1,108 @@
+"""Nodes that come back to a real Slurm job: after a killed agent, a cut cable, a power loss."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvrx_slurm.journal import CycleStarted, FirstStep, NodeGivenUp, NodeJoined, NodeLost, Verdict
+
+from .jobs import TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+
+def _train(slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int) -> SlurmJob:
+    return slurm.submit(
+        "--nproc-per-node=auto",
+        f"--spares={spares}",
+        *options,
+        str(TRAIN_GPT),
+        *(f"--steps={steps}", "--layers=2", "--width=64", "--ckpt-every=10"),
+        nodes=nodes,
+        sbatch=("--gpus-per-node=2",),
+    )
+
+
+def _wait_for_return(job: SlurmJob, node: str, timeout_s: float = 90.0) -> None:
+    def is_back() -> bool:
+        return any(r.event.returned and r.event.node == node for r in job.events(NodeJoined))
+
+    wait_until(f"{node} is back\n{job.log()}", is_back, timeout_s)
+
+
+def _last_started(job: SlurmJob) -> CycleStarted:
+    event = job.events(CycleStarted)[-1].event
+    assert isinstance(event, CycleStarted)
+    return event
+
+
+def test_a_killed_agent_without_a_spare_heals_in_the_same_allocation(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 120, nodes=4, spares=0)
+    job.wait_for_training(cycle=0)
+    nodes = job.active_nodes()
+    slurm.cluster.exec(nodes[2], ["pkill", "-KILL", "-x", "nvrx-agent"], check=True)
+    job.wait_for(FirstStep, cycle=1)
+    # Two ranks a node again: the new step has the node's GPUs as the first one had.
+    assert (job.active_nodes(), _last_started(job).world_size) == (nodes, 8)
+    assert job.slurm_fields()["Restarts"] == "0"
+    assert job.wait_for_end(120) == 0, job.log()
+    assert sorted(job.curve()) == list(range(1, 121))
+    assert len(job.events(Verdict)) == 1
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+def test_a_node_that_was_cut_off_for_a_while_comes_back_as_a_spare(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 2000, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    cut_off = job.active_nodes()[1]
+    slurm.cluster.partition_node(cut_off)
+    job.wait_for(FirstStep, cycle=1)
+    slurm.cluster.restore_node(cut_off)
+    _wait_for_return(job, cut_off)
+    # Nothing restarts because of that, and when another is lost it takes its place.
+    assert job.events(CycleStarted)[-1].cycle == 1
+    lost = job.active_nodes()[2]
+    slurm.cluster.exec(lost, ["pkill", "-KILL", "-x", "nvrx-agent"], check=True)
+    job.wait_for(FirstStep, cycle=2)
+    assert job.active_nodes()[2] == cut_off
+    slurm.run("scancel", job.job_id)
+    job.wait_for_end(60)
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+def test_a_node_that_lost_power_comes_back_to_the_job_if_slurm_has_not_missed_it(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 2000, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    lost = job.active_nodes()[1]
+    slurm.cluster.kill_node(lost)
+    job.wait_for(NodeLost, cycle=0)
+    slurm.cluster.restore_node(lost, unnoticed=True)
+    _wait_for_return(job, lost)
+    # srun ends its whole step when a node of it has rebooted: the others have new agents too, then.
+    wait_until(
+        f"all train again\n{job.log()}",
+        lambda: (
+            job.events(FirstStep)[-1].cycle == job.events(CycleStarted)[-1].cycle
+            and len({*_last_started(job).nodes, *_last_started(job).spares}) >= 4
+        ),
+        90,
+    )
+    assert job.slurm_fields()["Restarts"] == "0"
+    slurm.run("scancel", job.job_id)
+    job.wait_for_end(60)
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+def test_a_node_that_slurm_has_taken_out_of_the_job_is_given_up(slurm: SlurmJobs) -> None:
+    job = _train(slurm, 150, nodes=5, spares=1)
+    job.wait_for_training(cycle=0)
+    lost = job.active_nodes()[1]
+    slurm.cluster.kill_node(lost)
+    job.wait_for(FirstStep, cycle=1)
+    slurm.cluster.restore_node(lost)
+    wait_until("it is given up", lambda: bool(job.events(NodeGivenUp)), 60)
+    given_up = job.events(NodeGivenUp)[0].event
+    assert isinstance(given_up, NodeGivenUp)
+    assert (given_up.node, given_up.why) == (lost, "Slurm has taken it out of the job")
+    assert job.wait_for_end(120) == 0, job.log()
+    slurm.wait_until_nothing_is_left([node for node in slurm.cluster.node_names if node != lost])
