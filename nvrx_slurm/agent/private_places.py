@@ -7,12 +7,16 @@ import os
 import shutil
 import stat
 import tempfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def new_private_dir(environ: Mapping[str, str]) -> Path:
+def new_private_dir(environ: Mapping[str, str], node: str | None = None) -> Path:
     """Make a directory of one agent alone, in memory where possible: heartbeat pages are written often.
+
+    Args:
+        node: whose only agent of the job this is: what former ones have left there is removed.
 
     Raises:
         OSError: no place for it.
@@ -20,9 +24,13 @@ def new_private_dir(environ: Mapping[str, str]) -> Path:
     base = environ.get("NVRX_NODE_LOCAL_TMPDIR") or "/dev/shm"
     if not os.access(base, os.W_OK | os.X_OK):
         base = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(prefix=f"nvrx-{os.getuid()}-{environ.get('SLURM_JOB_ID', 'local')}-", dir=base)
-    )
+    prefix = f"nvrx-{os.getuid()}-{environ.get('SLURM_JOB_ID', 'local')}-"
+    if node is not None:
+        # Short, for a socket's path may have 107 bytes at most.
+        prefix += f"{zlib.crc32(node.encode()):08x}-"
+        for place in {base, tempfile.gettempdir()}:
+            remove_places(list(Path(place).glob(f"{prefix}*")))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
 
 
 def private_places(private_dir: Path) -> list[Path]:

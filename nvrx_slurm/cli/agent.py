@@ -38,7 +38,7 @@ def main() -> None:
     except (NodeInUseError, OSError) as error:
         raise click.ClickException(f"{node}: {error}") from error
     try:
-        private_dir = new_private_dir(os.environ)
+        private_dir = new_private_dir(os.environ, node)
     except OSError as error:
         raise click.ClickException(f"no place for this node's private files: {error}") from error
     logging.basicConfig(format=f"nvrx-agent {node}: %(message)s", level=logging.WARNING)

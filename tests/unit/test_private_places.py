@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nvrx_slurm.agent.private_places import make_private, private_places, remove_places
+from nvrx_slurm.agent.private_places import (
+    make_private,
+    new_private_dir,
+    private_places,
+    remove_places,
+)
 
 
 def test_a_place_that_is_gone_is_made_again_for_its_owner_alone(tmp_path: Path) -> None:
@@ -41,3 +46,12 @@ def test_the_second_place_is_in_the_temporary_directory(
     make_private(tmp_path / "a")
     remove_places(private_places(Path("/nowhere/a")))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_former_agent_of_the_node_has_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    environ = {"NVRX_NODE_LOCAL_TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    left, other_node = new_private_dir(environ, "n1"), new_private_dir(environ, "n2")
+    other_job = new_private_dir({**environ, "SLURM_JOB_ID": "8"}, "n1")
+    (left / "cycle0-rank0.page").touch()
+    mine = new_private_dir(environ, "n1")
+    assert {mine, other_node, other_job} == set(tmp_path.iterdir())
