@@ -218,8 +218,9 @@ class NodeWorkers:
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled))
 
     async def stop(self, sig: signal.Signals = signal.SIGTERM, grace_s: float | None = None) -> None:
-        """Stop the running cycle, if any, in good order."""
+        """Stop the running cycle, if any, in good order; a rank that catches ``sig`` sees ``should_stop``."""
         if self._cycle is not None:
+            self.ask_to_stop(self._cycle.cycle)
             self.begin_stop(self._cycle.cycle, (), sig, grace_s)
         if self._stopping is not None:
             await self._stopping

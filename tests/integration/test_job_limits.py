@@ -25,16 +25,14 @@ client = RankMonitorClient()
 client.init_workload_monitoring()
 """
 )
-SAVES_WHEN_ASKED = (
-    CLIENT
-    + """
+SAVES = """
 write(f"ready{rank}")
 while not client.should_stop():
     client.send_heartbeat(step=1)
     time.sleep(0.01)
 write(f"saved{rank}")
 """
-)
+SAVES_WHEN_ASKED = CLIENT + SAVES
 
 
 def end_of(job: LocalJob) -> journal.JobEnded:
@@ -197,8 +195,12 @@ def test_a_time_limit_that_was_raised_meanwhile_is_heeded(job: Jobs) -> None:
 
 
 def test_a_preempted_job_is_requeued(job: Jobs) -> None:
-    """Slurm begins the time of grace with SIGTERM to the step, and says RUNNING until it is over."""
-    run = job(SAVES_WHEN_ASKED, *COLD, nodes=2, ranks=1).start()
+    """Slurm begins the time of grace with SIGTERM to the step, and says RUNNING until it is over.
+
+    A rank that catches the signal is asked to save, and has the time to.
+    """
+    script = CLIENT + "signal.signal(signal.SIGTERM, lambda *_: None)\n" + SAVES
+    run = job(script, *COLD, nodes=2, ranks=1).start()
     run.wait_for_file("ready0"), run.wait_for_file("ready1")
     (run.slurm / "more").write_text(f"StartTime={round(time.time()) - 60} PreemptTime={round(time.time())}\n")
     run.running("stand_ins/srun").send_signal(signal.SIGTERM)
@@ -206,6 +208,8 @@ def test_a_preempted_job_is_requeued(job: Jobs) -> None:
     assert end_of(run).why == "Slurm preempts the job"
     assert run.events(journal.Requeued)[0].excluded == []
     assert not run.events(journal.FaultDetected)
+    assert (run.root / "saved0").exists()
+    assert (run.root / "saved1").exists()
     assert run.nothing_is_left()
 
 
