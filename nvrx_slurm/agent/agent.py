@@ -228,7 +228,7 @@ class Agent:
                 self._outbox.put_nowait(
                     msg.Leaving(why=f"the agent received {received.name}", by_signal=True)
                 )
-                await self._stop_for(received, workers)
+                await self._stop_for(received, workers, reading)
                 return 128 + received
             return await reading if reading.done() else EXIT_COORDINATOR_GONE
         finally:
@@ -238,7 +238,10 @@ class Agent:
             await asyncio.wait({writing}, timeout=1.0)
             writing.cancel()
 
-    async def _stop_for(self, received: signal.Signals, workers: NodeWorkers) -> None:
+    async def _stop_for(
+        self, received: signal.Signals, workers: NodeWorkers, reading: asyncio.Task[int]
+    ) -> None:
+        """Let the ranks end, until their grace is over, another signal comes, or the Coordinator is lost."""
         own = self._config.own
         if own is None:
             await workers.stop()
@@ -247,7 +250,11 @@ class Agent:
         grace = own.term_timeout_s if os.getppid() == self._parent else None
         stopping = asyncio.create_task(workers.stop(received, grace))
         again = asyncio.create_task(self._signalled_again.wait())
-        await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {stopping, again, reading}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done() and not _is_coordinator_lost(reading):
+            # The job has ended, or goes on without this node.
+            await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
         for task in (stopping, again):
             task.cancel()
 
@@ -321,6 +328,10 @@ class Agent:
                 await call.write(message)
             await call.done_writing()
             await call
+
+
+def _is_coordinator_lost(reading: asyncio.Task[int]) -> bool:
+    return reading.exception() is not None or reading.result() == EXIT_COORDINATOR_GONE
 
 
 async def _hear_out(control: _Control) -> int:

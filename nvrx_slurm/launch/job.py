@@ -84,7 +84,8 @@ def run_launch(launch: Launch) -> int:
             started, or what was has ended.
     """
     rendezvous = launch.rendezvous
-    name, _held = claim_node_name(launch.local_addr or socket.getfqdn(), rendezvous.run_id)
+    job = f"{rendezvous.run_id} at {rendezvous.host}:{rendezvous.port}"
+    name, _held = claim_node_name(launch.local_addr or socket.getfqdn(), job)
     hosting = _claim_hosting(rendezvous)
     token = _token(launch, hosts=hosting is not None)
     coordinator = _start_coordinator(launch, name, token) if hosting is not None else None

@@ -80,15 +80,15 @@ def claim_hosting(port: int) -> socket.socket | None:
     return _hold(f"port.{port}") if port else socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
-def claim_node_name(name: str, run_id: str) -> tuple[str, socket.socket]:
+def claim_node_name(name: str, job: str) -> tuple[str, socket.socket]:
     """Return a node name that no other launcher of this job has on this host: ``name``, or ``name-2`` …
 
-    A launcher that replaces one that is gone gets its name.
+    ``job`` tells jobs apart. A launcher that replaces one that is gone gets its name.
     """
     number = 1
     while True:
         candidate = name if number == 1 else f"{name}-{number}"
-        held = _hold(f"node.{os.geteuid()}.{run_id}.{candidate}")
+        held = _hold(f"node.{os.geteuid()}.{job}.{candidate}")
         if held is not None:
             return candidate, held
         number += 1

@@ -68,7 +68,7 @@ if cycle == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if cycle == 0:
     time.sleep(60)
-print("done", cycle, flush=True)
+os.write(1, f"done {cycle}\\n".encode())
 """
     )
     job = launched(script, "--standalone", *COLD, "--nproc_per_node=2", "--max_restarts=1").launch()
@@ -519,6 +519,18 @@ while not client.should_stop():
     for node in ("n2", "n1"):
         job.launchers[node].send_signal(signal.SIGUSR2)
     assert job.codes() == {"n1": 75, "n2": 75}
+
+
+def test_ranks_that_save_do_not_outlive_a_coordinator_that_is_killed(launched: Jobs) -> None:
+    job = launched(SAVES, *meeting("2")).launch_all("n1", "n2")
+    for rank in (0, 1):
+        job.wait_for_file(f"ready{rank}.0")
+    job.launchers["n2"].send_signal(signal.SIGTERM)
+    for rank in (0, 1):
+        job.wait_for_file(f"got{rank}")
+    job.named("nvrx-coord").kill()
+    assert job.codes() == {"n1": 1, "n2": 143}
+    assert job.nothing_is_left()
 
 
 def test_a_node_waits_for_a_coordinator_that_starts_later_and_a_signal_ends_the_wait(launched: Jobs) -> None:
