@@ -41,7 +41,7 @@ _STEADY_S = 8.0
 
 @dataclass(frozen=True)
 class Span:
-    """Seconds between two moments of the agents' process: by the clock, and of both processes' processor time."""
+    """Seconds between two moments in the agents' process: by the clock, and processor time of both sides."""
 
     wall_s: float
     server_s: float
@@ -54,6 +54,8 @@ class Trial:
 
     form: Span
     """From the first agent's start to the last agent's assignment."""
+    output: Span
+    """From there until every agent has sent a line of output, the first on a stream that it opens for it."""
     reform: Span
     """From the cut of one agent to the last assignment of the next cycle."""
     steady_percent: float
@@ -137,6 +139,7 @@ def run_trial(nodes: int, who: str) -> Trial:
     ):
         job.wait_for(FirstStep, 0)
         formed = job.span("begin", "assigned", 0)
+        output = job.span("assigned", "printed", 0)
         rss = job.coordinator.memory_info().rss / 2**20
         job.coordinator.cpu_percent()
         time.sleep(_STEADY_S)
@@ -144,7 +147,7 @@ def run_trial(nodes: int, who: str) -> Trial:
         job.agents().send_signal(signal.SIGUSR1)
         job.wait_for(CycleStarted, 1)
         job.wait_for(FirstStep, 1)
-        return Trial(formed, job.span("cut", "assigned", 1), steady, rss)
+        return Trial(formed, output, job.span("cut", "assigned", 1), steady, rss)
 
 
 def rows_of(nodes: int, who: str, trials: list[Trial]) -> list[Row]:
@@ -157,6 +160,8 @@ def rows_of(nodes: int, who: str, trials: list[Trial]) -> list[Row]:
             ("form_server_cpu", "s", [span.server_s for span in formed]),
             ("form_agents_cpu", "s", [span.agents_s for span in formed]),
             ("form_cpu_per_node", "ms", [span.server_s / nodes * 1000 for span in formed]),
+            ("output", "s", [trial.output.wall_s for trial in trials]),
+            ("output_server_cpu", "s", [trial.output.server_s for trial in trials]),
             ("reform", "s", [span.wall_s for span in reformed]),
             ("reform_server_cpu", "s", [span.server_s for span in reformed]),
             ("reform_agents_cpu", "s", [span.agents_s for span in reformed]),

@@ -320,11 +320,18 @@ class Agent:
         self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], output: OutputPump
     ) -> None:
         """Send output for as long as the Coordinator takes it; its end is noticed on the control stream."""
+        messages = output.messages()
+        # The stream costs the Coordinator as much as the control stream: it must not delay a large job's
+        # first cycle, and a spare needs none.
+        first = await anext(messages, None)
+        if first is None:
+            return
         with contextlib.suppress(*_STREAM_BROKEN):
             call: Any = channel.stream_unary(f"/{rpc.SERVICE}/{rpc.LOGS}", request_serializer=rpc.encode)(
                 metadata=metadata
             )
-            async for message in output.messages():
+            await call.write(first)
+            async for message in messages:
                 await call.write(message)
             await call.done_writing()
             await call

@@ -41,9 +41,12 @@ class OutputPump:
             self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[LogMessage]:
-        """Yield what is to be sent, in order."""
-        yield LogHello(node=self._node)
+        """Yield what is to be sent, in order; nothing at all if there is no output."""
+        greeted = False
         while (message := await self._queue.get()) is not None:
+            if not greeted:
+                greeted = True
+                yield LogHello(node=self._node)
             yield message
             if self._paused and self._queue.qsize() < _MAX_QUEUED // 2:
                 self._paused = False

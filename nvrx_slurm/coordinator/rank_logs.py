@@ -122,9 +122,7 @@ class RankLogs:
             if len(self._open) >= _MAX_OPEN_FILES:
                 _, oldest = self._open.popitem(last=False)
                 os.close(oldest)
-            for folder in (path.parent.parent, path.parent):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = _open(path)
         self._open[path] = fd
         view = memoryview(data)
         while view:
@@ -135,6 +133,16 @@ class RankLogs:
         fd = self._open.pop(path, None)
         if fd is not None:
             os.close(fd)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:  # its cycle's first
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return os.open(path, flags, 0o600)
 
 
 def last_lines(path: Path, count: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import Any, Protocol
 
 import grpc
@@ -13,7 +14,7 @@ from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 
 _log = logging.getLogger(__name__)
-_HELLO_TIMEOUT_S = 30.0
+_GREETING_TIMEOUT_S = 60.0
 _FAREWELL_S = 2.0
 _BROKEN = "its connection broke: the agent, the node or its network is gone"
 
@@ -44,9 +45,46 @@ class Sink(Protocol):
 
 
 class _Connection:
-    def __init__(self) -> None:
-        self.outbox: asyncio.Queue[msg.CoordinatorMessage | None] = asyncio.Queue()
+    """An agent's stream. A task sends what there is in order, and lives no longer."""
+
+    def __init__(self, context: _Context) -> None:
         self.leaving: msg.Leaving | None = None
+        self.turned_away = False
+        self._context = context
+        self._handler = asyncio.current_task()
+        self._outbox: deque[msg.CoordinatorMessage] = deque()
+        self._writing: asyncio.Task[None] | None = None
+        self._farewell: asyncio.TimerHandle | None = None
+
+    def send(self, message: msg.CoordinatorMessage) -> None:
+        self._outbox.append(message)
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write())
+
+    def turn_away(self, why: str) -> None:
+        """Say why, and end the stream a moment later.
+
+        The agent hangs up by itself: a write of its own into an ended stream would keep it from reading why.
+        """
+        self.turned_away = True
+        self.send(msg.Refused(why=why))
+
+    def close(self) -> None:
+        """End what still waits to be sent."""
+        if self._writing is not None:
+            self._writing.cancel()
+        if self._farewell is not None:
+            self._farewell.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while self._outbox:
+                await self._context.write(self._outbox.popleft())
+        except Exception:
+            self.turned_away = True  # the stream has broken
+        self._writing = None
+        if self.turned_away and self._handler is not None:
+            self._farewell = asyncio.get_running_loop().call_later(_FAREWELL_S, self._handler.cancel)
 
 
 class AgentServer:
@@ -97,14 +135,13 @@ class AgentServer:
         """Queue ``message``; nothing happens if the node is gone."""
         connection = self._connections.get(node)
         if connection is not None:
-            connection.outbox.put_nowait(message)
+            connection.send(message)
 
     def disconnect(self, node: str, why: str) -> None:
         """Tell the node that it is out, and end its stream."""
         connection = self._connections.pop(node, None)
         if connection is not None:
-            connection.outbox.put_nowait(msg.Refused(why=why))
-            connection.outbox.put_nowait(None)
+            connection.turn_away(why)
 
     async def shut_down(self, grace_s: float, code: int = 0) -> None:
         """Tell every agent to end, wait until their streams have closed or the time is over, then stop.
@@ -113,7 +150,7 @@ class AgentServer:
         """
         self._closing = msg.Shutdown(code=code)
         for connection in self._connections.values():
-            connection.outbox.put_nowait(self._closing)
+            connection.send(self._closing)
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except asyncio.TimeoutError:
@@ -140,41 +177,48 @@ class AgentServer:
         await self._authenticate(context)
         self._stream_opened()
         try:
-            hello = await asyncio.wait_for(context.read(), _HELLO_TIMEOUT_S)
-            if not isinstance(hello, msg.Hello):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with Hello")
-            if hello.version != msg.PROTOCOL_VERSION or hello.fence != self._fence:
-                why = f"this is {self._fence} (protocol {msg.PROTOCOL_VERSION}), not {hello.fence}"
-                await context.write(msg.Refused(why=why))
-                return
-            await context.write(self._welcome)
-            joined = await asyncio.wait_for(context.read(), _HELLO_TIMEOUT_S)
-            if isinstance(joined, msg.Joined):
-                await self._connected(context, hello.node, joined)
-            elif isinstance(joined, msg.Leaving):
-                self._sink.unusable(hello.node, joined.why)
+            # One time-out for the whole greeting: each is a task, and all nodes come at once.
+            agent = await asyncio.wait_for(self._greet(context), _GREETING_TIMEOUT_S)
+            if agent is not None:
+                await self._connected(context, *agent)
         finally:
             self._stream_closed()
 
+    async def _greet(self, context: _Context) -> tuple[str, msg.Joined] | None:
+        """Return who comes, and with what; None: nobody that can take part."""
+        hello = await context.read()
+        if not isinstance(hello, msg.Hello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with Hello")
+        if hello.version != msg.PROTOCOL_VERSION or hello.fence != self._fence:
+            why = f"this is {self._fence} (protocol {msg.PROTOCOL_VERSION}), not {hello.fence}"
+            await context.write(msg.Refused(why=why))
+            return None
+        await context.write(self._welcome)
+        match await context.read():
+            case msg.Joined() as joined:
+                return hello.node, joined
+            case msg.Leaving() as leaving:
+                self._sink.unusable(hello.node, leaving.why)
+        return None
+
     async def _connected(self, context: _Context, node: str, joined: msg.Joined) -> None:
-        connection = _Connection()
+        connection = _Connection(context)
         self.disconnect(node, "another agent of this node took its place")
         self._connections[node] = connection
         if self._closing is not None:
-            connection.outbox.put_nowait(self._closing)
+            connection.send(self._closing)
         self._sink.joined(node, joined, context.peer())
-        tasks = [
-            asyncio.create_task(self._read(context, node, connection)),
-            asyncio.create_task(self._write(context, connection)),
-        ]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
-                # It was turned away. A write of its own into an ended stream would keep it from reading why.
-                await asyncio.wait(tasks[:1], timeout=_FAREWELL_S)
+            while (message := await context.read()) is not grpc.aio.EOF:
+                if isinstance(message, msg.Leaving):
+                    connection.leaving = message
+                if self._connections.get(node) is connection:
+                    self._sink.message(node, message)
+        except asyncio.CancelledError:
+            if not connection.turned_away:
+                raise
         finally:
-            for task in tasks:
-                task.cancel()
+            connection.close()
             if self._connections.get(node) is connection:
                 del self._connections[node]
                 self._sink.lost(
@@ -182,17 +226,6 @@ class AgentServer:
                     connection.leaving.why if connection.leaving else _BROKEN,
                     connection.leaving is not None and connection.leaving.by_signal,
                 )
-
-    async def _read(self, context: _Context, node: str, connection: _Connection) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            if isinstance(message, msg.Leaving):
-                connection.leaving = message
-            if self._connections.get(node) is connection:
-                self._sink.message(node, message)
-
-    async def _write(self, context: _Context, connection: _Connection) -> None:
-        while (message := await connection.outbox.get()) is not None:
-            await context.write(message)
 
     async def _logs(self, _requests: Any, context: _Context) -> None:
         await self._authenticate(context)

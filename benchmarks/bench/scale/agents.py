@@ -2,8 +2,9 @@
 """Stands in for srun in the scale benchmark: many simulated agents in one process.
 
 An agent has its own connection, speaks the real protocol and has no ranks: it says at once that they
-started, train, or are gone. SIGUSR1 cuts one active agent off. Times, and both sides' processor time until then,
-go to standard output, one JSON object a line; the Coordinator relays them. Run by ``scale.py`` only.
+started, train, or are gone, and prints a line for its first rank. SIGUSR1 cuts one active agent off. Times,
+and both sides' processor time until then, go to standard output, one JSON object a line; the Coordinator
+relays them. Run by ``scale.py`` only.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Fleet:
         self.slots = slots
         self.nodes = nodes
         self.assigned: dict[int, int] = {}
+        self.lines: dict[int, int] = {}
         self.channels: dict[str, grpc.aio.Channel] = {}
         self.active: list[str] = []
 
@@ -44,6 +46,11 @@ class Fleet:
         self.active.append(node)
         if count == start.group_world_size:
             tell("assigned", cycle=start.cycle)
+
+    def printed(self, start: msg.StartWorkers) -> None:
+        count = self.lines[start.cycle] = self.lines.get(start.cycle, 0) + 1
+        if count == start.group_world_size:
+            tell("printed", cycle=start.cycle)
 
     async def cut_one(self) -> None:
         node = self.active[len(self.active) // 2]
@@ -73,11 +80,8 @@ async def agent(fleet: Fleet, node: str, joining: asyncio.Semaphore) -> None:
         fence = environ[rpc.FENCE_VARIABLE]
         await call.write(msg.Hello(version=msg.PROTOCOL_VERSION, node=node, fence=fence))
         await call.read()
-        logs: Any = channel.stream_unary(
-            f"/{rpc.SERVICE}/{rpc.LOGS}", request_serializer=rpc.encode, response_deserializer=bytes
-        )(metadata=metadata)
-        await logs.write(msg.LogHello(node=node))
         await call.write(msg.Joined(slots=fleet.slots))
+    logs: Any = None
     try:
         while (message := await call.read()) is not grpc.aio.EOF:
             match message:
@@ -93,16 +97,31 @@ async def agent(fleet: Fleet, node: str, joining: asyncio.Semaphore) -> None:
                         msg.RanksStepping(cycle=message.cycle, step=1),
                     ):
                         await call.write(answer)
+                    logs = logs or await open_logs(channel, metadata, node)
+                    text = f"rank {message.first_rank} begins\n".encode()
+                    await logs.write(
+                        msg.LogChunk(cycle=message.cycle, rank=message.first_rank, ts=time.time(), data=text)
+                    )
+                    fleet.printed(message)
                 case msg.StopWorkers():
                     await call.write(msg.WorkersGone(cycle=message.cycle))
                 case msg.Shutdown() | msg.Refused():
                     break
-        await logs.done_writing()
+        if logs is not None:
+            await logs.done_writing()
         await call.done_writing()
     except (grpc.aio.AioRpcError, asyncio.CancelledError, asyncio.InvalidStateError):
         return
     finally:
         await channel.close()
+
+
+async def open_logs(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], node: str) -> Any:
+    logs: Any = channel.stream_unary(
+        f"/{rpc.SERVICE}/{rpc.LOGS}", request_serializer=rpc.encode, response_deserializer=bytes
+    )(metadata=metadata)
+    await logs.write(msg.LogHello(node=node))
+    return logs
 
 
 async def main(nodes: int, slots: int) -> None:
