@@ -21,6 +21,7 @@ from nvrx_slurm.agent.environment import SlotsError, resolve_slots
 from nvrx_slurm.agent.location import DomainError, Fabric, NvmlFabric, find_domain, locate
 from nvrx_slurm.agent.node_workers import NodeWorkers
 from nvrx_slurm.agent.output import OutputPump
+from nvrx_slurm.agent.private_places import staging_place
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 
@@ -181,7 +182,8 @@ class Agent:
             await control.write(msg.Leaving(why=str(error), by_signal=False))
             await self._hang_up(control)
             return EXIT_USAGE
-        output = OutputPump(self._config.node, own.show if own else None)
+        staging = staging_place(self._config.private_dir, self._config.environ)
+        output = OutputPump(self._config.node, own.show if own else None, staging)
         sending = asyncio.create_task(self._send_output(channel, metadata, output))
         try:
             joined = msg.Joined(slots=slots, place=own.place if own else None, location=location)
@@ -191,6 +193,7 @@ class Agent:
             # The last lines of every rank, and whatever is in the outbox, before the connection goes.
             await asyncio.wait({sending}, timeout=_LAST_OUTPUT_TIMEOUT_S)
             sending.cancel()
+            output.close()
             await self._hang_up(control)
 
     async def _locate(self, welcome: msg.Welcome) -> msg.NodeLocation:
@@ -215,8 +218,9 @@ class Agent:
         assert self._signalled is not None
         slots = joined.slots
         writing = asyncio.create_task(self._write(control))
+        config = self._config
         workers = NodeWorkers(
-            welcome, slots, self._config.private_dir, self._config.environ, output, self._outbox.put_nowait
+            config.node, welcome, slots, config.private_dir, config.environ, output, self._outbox.put_nowait
         )
         self._outbox.put_nowait(joined)
         self._reading = reading = asyncio.create_task(self._read(control, workers))

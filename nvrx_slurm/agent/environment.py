@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from nvrx_slurm.agent.error_file import error_path
+from nvrx_slurm.agent.flight_recorder import recorder_environment
 from nvrx_slurm.wire.messages import StartWorkers, Welcome
 from nvrx_slurm.wire.page import PAGE_VARIABLE
 from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE
@@ -50,6 +51,7 @@ def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int)
     if slots > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    env.update(recorder_environment(environ))
     env.update(
         LOCAL_WORLD_SIZE=str(slots),
         ROLE_NAME=welcome.role,

@@ -32,7 +32,7 @@ class Examination:
     process_state: str
     """Letter of ``/proc/<pid>/stat``; empty: the process is gone."""
     wchan: str
-    """Kernel function that it sleeps in, if the kernel tells."""
+    """Kernel function that it sleeps in, if the kernel tells; of a stopped process that would say nothing."""
     kernel_stack: str
     """``/proc/<pid>/stack``, which only root may read."""
     source: str
@@ -68,7 +68,7 @@ def examine(pid: int, stacks: Path, py_spy: str | None, timeout_s: float) -> Exa
         notes += [why] if why else []
     return Examination(
         process_state=state,
-        wchan="" if wchan == "0" else wchan,
+        wchan="" if wchan == "0" or state in ("T", "t") else wchan,
         kernel_stack=kernel_stack,
         source=source,
         stacks=text,

@@ -47,6 +47,11 @@ class RankMonitors:
         return self._pids.get(rank)
 
     @property
+    def pids(self) -> list[int]:
+        """Processes of all ranks that have been started."""
+        return list(self._pids.values())
+
+    @property
     def sections(self) -> Sequence[str]:
         """Names, by slot."""
         return self._sections

@@ -21,14 +21,16 @@ from nvrx_slurm.agent.environment import (
 )
 from nvrx_slurm.agent.error_file import error_path, read_error
 from nvrx_slurm.agent.evidence import find_py_spy
+from nvrx_slurm.agent.flight_recorder import prefix_environment
 from nvrx_slurm.agent.hang_records import HangRecords
 from nvrx_slurm.agent.local_cycle import LocalCycle
+from nvrx_slurm.agent.node_gpus import NodeGpus
 from nvrx_slurm.agent.oom import OomWatch
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.agent.private_places import make_private, private_places
 from nvrx_slurm.agent.rank_reports import RankReports
 from nvrx_slurm.agent.rank_socket import RankSocket
-from nvrx_slurm.agent.server_protocol import RankSpec, StartOrder
+from nvrx_slurm.agent.server_protocol import NumaBinding, RankSpec, StartOrder
 from nvrx_slurm.agent.workers import WorkerServerProcess
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
@@ -51,6 +53,7 @@ class NodeWorkers:
 
     def __init__(
         self,
+        node: str,
         welcome: msg.Welcome,
         slots: int,
         private_dir: Path,
@@ -67,11 +70,13 @@ class NodeWorkers:
         self._welcome = welcome
         self._slots = slots
         self._places = private_places(private_dir)
+        self._user = environ
         self._environ = server_environment(environ, welcome, slots)
         self._output = output
         self._say = say
         self._reports = RankReports(say, self._on_failed)
-        self._hang_records = HangRecords(find_py_spy(environ.get("PATH")), say)
+        self._hang_records = HangRecords(node, welcome, find_py_spy(environ.get("PATH")), say)
+        self._gpus = NodeGpus(environ, welcome.node, slots)
         self._oom = OomWatch()
         self._cycle: LocalCycle | None = None
         self._all_exited = asyncio.Event()
@@ -80,8 +85,7 @@ class NodeWorkers:
         self._recovering: asyncio.Task[None] | None = None
         self._socket: RankSocket | None = None
         self._server = self._new_server()
-        self._waits_for_server: tuple[LocalCycle, Path] | None = None
-        """What to launch when there is a worker server again."""
+        self._launching: asyncio.Task[None] | None = None
         self._launched_by: WorkerServerProcess | None = None
         """The worker server that has the running cycle's ranks."""
         self._progress = asyncio.create_task(self._report_progress())
@@ -105,10 +109,19 @@ class NodeWorkers:
         self._cycle = cycle
         self._all_exited.clear()
         self._launched_by = None
-        if self._recovering is None:
-            self._launch(cycle, socket)
-        else:
-            self._waits_for_server = cycle, socket
+        self._launching = asyncio.create_task(self._launch_when_ready(cycle, socket))
+
+    async def _launch_when_ready(self, cycle: LocalCycle, socket: Path) -> None:
+        """Launch when it is known where ranks are bound, and there is a worker server."""
+        try:
+            bindings = await self._gpus.bindings()
+        except OSError as error:
+            self._start_failed(cycle.cycle, str(error))
+            return
+        while self._recovering is not None:
+            await self._cleared.wait()
+        if cycle is self._cycle and not cycle.stopping:
+            self._launch(cycle, socket, bindings)
 
     def _prepare(self, start: msg.StartWorkers) -> tuple[LocalCycle, Path]:
         """Make pages and, if it is gone, the socket in the first place that has room.
@@ -134,7 +147,7 @@ class NodeWorkers:
             self._socket = RankSocket(path, self._on_rank_request)
         return path
 
-    def _launch(self, cycle: LocalCycle, socket: Path) -> None:
+    def _launch(self, cycle: LocalCycle, socket: Path, bindings: Sequence[NumaBinding | None]) -> None:
         specs: list[RankSpec] = []
         writers: list[int] = []
         try:
@@ -145,10 +158,13 @@ class NodeWorkers:
                 env = rank_environment(cycle.start, local_rank, cycle.page_paths[rank])
                 if self._welcome.virtual_local_rank:
                     env.update(virtual_local_rank(local_rank, self._environ))
-                specs.append(RankSpec(rank, env))
+                specs.append(RankSpec(rank, env, bindings[local_rank]))
             order = StartOrder(
                 program=self._welcome.program,
-                env=cycle_environment(cycle.start, socket),
+                env={
+                    **cycle_environment(cycle.start, socket),
+                    **prefix_environment(self._user, self._welcome.run_dir, cycle.cycle),
+                },
                 ranks=specs,
                 warm=self._welcome.warm_start,
                 exit_on_exception=self._welcome.node.install_exception_hook,
@@ -196,26 +212,32 @@ class NodeWorkers:
         """Send ``sig``; when all ranks have ended or the time is over, SIGKILL what is left, orphans too."""
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
+        gpus_left: list[msg.GpuMemoryLeft] = []
         if self._recovering is not None:
             await self._cleared.wait()
         elif self._launched_by is self._server:
             self._cleared.clear()
+            # Of all nodes: this one may have none of them.
+            is_hang = bool(hung)
             hung = [rank for rank in hung if rank in cycle.alive]
             others = [rank for rank in cycle.alive if rank not in hung]
+            stacks = await self._hang_records.keep(cycle, hung) if is_hang else None
             self._server.signal_ranks(sig, others)
             # A rank that somebody has stopped hears it only when it goes on.
             self._server.signal_ranks(signal.SIGCONT, others)
-            await self._hang_records.keep_stacks(cycle, hung)
+            if stacks is not None:
+                await stacks
             self._server.signal_ranks(signal.SIGKILL, hung)
             while cycle.alive and (left := cycle.stop_deadline - time.monotonic()) > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._all_exited.wait(), left)
             self._server.kill_everything()
             await self._cleared.wait()
+            gpus_left = await self._gpus.reclaim(cycle.monitors.pids)
         # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
         self._reports.flush()
         self._tell_step(cycle)
-        self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled))
+        self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled, gpus_left=gpus_left))
 
     async def stop(self, sig: signal.Signals = signal.SIGTERM, grace_s: float | None = None) -> None:
         """Stop the running cycle, if any, in good order; a rank that catches ``sig`` sees ``should_stop``."""
@@ -239,7 +261,9 @@ class NodeWorkers:
 
     async def close(self) -> None:
         """Leave no process, without grace."""
-        for task in (self._stopping, self._recovering, self._progress):
+        self._gpus.close()
+        await self._hang_records.close()
+        for task in (self._stopping, self._recovering, self._progress, self._launching):
             if task is not None:
                 task.cancel()
         if self._cycle is not None:
@@ -319,9 +343,6 @@ class NodeWorkers:
         self._server = self._new_server()
         self._recovering = None
         self._cleared.set()
-        waits, self._waits_for_server = self._waits_for_server, None
-        if waits is not None and waits[0] is self._cycle and not waits[0].stopping:
-            self._launch(*waits)
 
     # --- what ranks report ---------------------------------------------------------------------------
 

@@ -6,23 +6,28 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
+from nvrx_slurm.agent.staging import StagedQueue
 from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogHello, LogMessage
 
 _READ_BYTES = 64 * 1024
-_MAX_QUEUED = 256
-"""Chunks; at most 16 MiB a node wait here, then ranks wait in write(2)."""
 
 
 class OutputPump:
     """Reads every pipe that it is given until its end, whatever cycle runs meanwhile."""
 
-    def __init__(self, node: str, show: Callable[[int, int, bytes], None] | None = None) -> None:
-        """``show`` is told of all output too, with rank and local rank; nothing: it is complete."""
+    def __init__(
+        self, node: str, show: Callable[[int, int, bytes], None] | None = None, staging: Path | None = None
+    ) -> None:
+        """``show`` is told of all output too, with rank and local rank; nothing: it is complete.
+
+        ``staging``: see :class:`~nvrx_slurm.agent.staging.StagedQueue`.
+        """
         self._node = node
         self._show = show
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[LogMessage | None] = asyncio.Queue()
+        self._queue = StagedQueue(staging)
         self._sources: dict[int, tuple[int, int, int]] = {}
         self._paused = False
         self._closing = False
@@ -38,7 +43,11 @@ class OutputPump:
         """End :meth:`messages` once every pipe has ended."""
         self._closing = True
         if not self._sources:
-            self._queue.put_nowait(None)
+            self._queue.finish()
+
+    def close(self) -> None:
+        """Give up what has not been sent."""
+        self._queue.close()
 
     async def messages(self) -> AsyncIterator[LogMessage]:
         """Yield what is to be sent, in order; nothing at all if there is no output."""
@@ -48,7 +57,7 @@ class OutputPump:
                 greeted = True
                 yield LogHello(node=self._node)
             yield message
-            if self._paused and self._queue.qsize() < _MAX_QUEUED // 2:
+            if self._paused and self._queue.has_room:
                 self._paused = False
                 for pipe in self._sources:
                     self._loop.add_reader(pipe, self._readable, pipe)
@@ -62,8 +71,8 @@ class OutputPump:
         if self._show is not None:
             self._show(rank, local_rank, data)
         if data:
-            self._queue.put_nowait(LogChunk(cycle=cycle, rank=rank, ts=time.time(), data=data))
-            if self._queue.qsize() >= _MAX_QUEUED:
+            self._queue.put(LogChunk(cycle=cycle, rank=rank, ts=time.time(), data=data))
+            if self._queue.is_full:
                 self._paused = True
                 for source in self._sources:
                     self._loop.remove_reader(source)
@@ -71,6 +80,6 @@ class OutputPump:
         self._loop.remove_reader(pipe)
         os.close(pipe)
         del self._sources[pipe]
-        self._queue.put_nowait(LogEnd(cycle=cycle, rank=rank))
+        self._queue.put(LogEnd(cycle=cycle, rank=rank))
         if self._closing and not self._sources:
-            self._queue.put_nowait(None)
+            self._queue.finish()

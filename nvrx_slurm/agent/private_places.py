@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+_YOUNG_S = 60.0
+"""A directory without a lock may be that of an agent that is about to lock it."""
+_held: list[int] = []
+"""Descriptors with the locks."""
 
 
 def new_private_dir(environ: Mapping[str, str], node: str | None = None) -> Path:
     """Make a directory of one agent alone, in memory where possible: heartbeat pages are written often.
 
+    Removes what agents of this user have left there that were killed together with their guardians.
+
     Args:
-        node: whose only agent of the job this is: what former ones have left there is removed.
+        node: whose only agent of the job this is: what former ones have left there is removed at once.
 
     Raises:
         OSError: no place for it.
@@ -24,13 +33,43 @@ def new_private_dir(environ: Mapping[str, str], node: str | None = None) -> Path
     base = environ.get("NVRX_NODE_LOCAL_TMPDIR") or "/dev/shm"
     if not os.access(base, os.W_OK | os.X_OK):
         base = tempfile.gettempdir()
-    prefix = f"nvrx-{os.getuid()}-{environ.get('SLURM_JOB_ID', 'local')}-"
+    ours = f"nvrx-{os.geteuid()}-"
+    prefix = f"{ours}{environ.get('SLURM_JOB_ID', 'local')}-"
     if node is not None:
         # Short, for a socket's path may have 107 bytes at most.
         prefix += f"{zlib.crc32(node.encode()):08x}-"
         for place in {base, tempfile.gettempdir()}:
             remove_places(list(Path(place).glob(f"{prefix}*")))
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    _remove_leftovers(Path(base), ours)
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    _hold(made)
+    return made
+
+
+def staging_place(private_dir: Path, environ: Mapping[str, str]) -> Path | None:
+    """Return where output may be staged: local disk that was named as such, this user's alone."""
+    return private_dir if environ.get("NVRX_NODE_LOCAL_TMPDIR") else None
+
+
+def _hold(place: Path) -> None:
+    """Lock the directory for as long as this process or a child that it forks lives (flock(2))."""
+    with contextlib.suppress(OSError):
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _held.append(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_leftovers(base: Path, prefix: str) -> None:
+    """Remove the directories of agents that are gone, unless they have only just been made."""
+    for place in base.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_private(place) and time.time() - os.fstat(fd).st_mtime > _YOUNG_S:
+                    shutil.rmtree(place, ignore_errors=True)
+            finally:
+                os.close(fd)
 
 
 def private_places(private_dir: Path) -> list[Path]:
@@ -51,6 +90,7 @@ def make_private(place: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(place, 0o700)
+        _hold(place)
     if not _is_private(place):
         raise PermissionError(f"{place} is no directory of uid {os.geteuid()} alone")
 

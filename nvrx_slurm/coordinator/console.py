@@ -24,6 +24,14 @@ def line_for(record: Record) -> str | None:
             return f"FAULT: {describe(event)}"
         case journal.HangEvidence() as event:
             return f"what rank {event.rank} was doing: {event.file}"
+        case journal.TracesKept() as event if event.ranks:
+            return f"Flight Recorders of {len(event.ranks)} ranks on {event.node}: {event.folder}"
+        case journal.GpuMemoryLeft() as event:
+            holders = f", held by {', '.join(event.processes)}" if event.processes else ""
+            return (
+                f"{event.node}: {event.used_mb:.0f} MiB of {event.gpu} are still in use after"
+                f" {event.waited_s:g} s{holders}: going on"
+            )
         case journal.NodeLost() as event:
             return f"node {event.node} is gone: {event.why}"
         case journal.NodeJoined() as event if event.returned:

@@ -1,11 +1,11 @@
-"""What an agent found out about a hung rank: a file beside the rank's log, and a journal event."""
+"""What an agent found out in a stop: of a hung rank, a file beside its log, and journal events."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from nvrx_slurm.journal import HangEvidence
+from nvrx_slurm.journal import GpuMemoryLeft, HangEvidence, TracesKept
 from nvrx_slurm.wire import messages as msg
 
 _MAX_IN_JOURNAL = 4096
@@ -36,6 +36,26 @@ def evidence_event(node: str, m: msg.HangEvidence, file: str) -> HangEvidence:
         note=_plain(m.note)[:512],
         seconds=round(m.seconds, 3),
         file=file,
+    )
+
+
+def traces_event(node: str, m: msg.TracesKept) -> TracesKept:
+    return TracesKept(
+        node=node,
+        ranks=m.ranks,
+        folder=f"cycles/{m.cycle}/flight_recorder",
+        seconds=round(m.seconds, 3),
+        missing={rank: _plain(why)[:200] for rank, why in m.missing.items()},
+    )
+
+
+def gpu_memory_event(node: str, m: msg.GpuMemoryLeft) -> GpuMemoryLeft:
+    return GpuMemoryLeft(
+        node=node,
+        gpu=_plain(m.gpu)[:64],
+        used_mb=round(m.used_mb, 1),
+        waited_s=round(m.waited_s, 1),
+        processes=[_plain(process)[:100] for process in m.processes[:64]],
     )
 
 

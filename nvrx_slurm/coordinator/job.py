@@ -21,7 +21,12 @@ from nvrx_slurm.coordinator.app_log import AppLog
 from nvrx_slurm.coordinator.cycle import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
 from nvrx_slurm.coordinator.cycle_info import CycleInfo, CycleInfos, write_cycle_info
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
-from nvrx_slurm.coordinator.hang_evidence import evidence_event, write_evidence
+from nvrx_slurm.coordinator.hang_evidence import (
+    evidence_event,
+    gpu_memory_event,
+    traces_event,
+    write_evidence,
+)
 from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
 from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
@@ -327,6 +332,8 @@ class JobRunner:
             case msg.Snapshots() as m:
                 self._feed(steps.SnapshotsTaken(node, m.cycle, tuple(m.snapshots)))
             case msg.WorkersGone() as m:
+                for left in m.gpus_left:
+                    self._record(gpu_memory_event(node, left))
                 self._feed(steps.NodeStopped(node, m.cycle, m.stalled_s))
             case msg.StartFailed() as m:
                 self._feed(steps.StartFailed(node, m.cycle, m.why))
@@ -341,6 +348,9 @@ class JobRunner:
             case msg.HangEvidence() as m:
                 if m.cycle == self._machine.cycle and self._machine.has_rank(node, m.rank):
                     self._spawn(self._write_evidence(node, m))
+            case msg.TracesKept() as m:
+                if m.cycle <= self._machine.cycle:
+                    self._record(traces_event(node, m), m.cycle)
             case msg.TimeoutsCalculated() as m:
                 if m.cycle == self._machine.cycle:
                     self._timeouts_calculated(node, m)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
+from nvrx_slurm.fault_tolerance.flight_recorder import serve_traces
 from nvrx_slurm.fault_tolerance.stacks import StacksOnRequest
 from nvrx_slurm.fault_tolerance.timeouts import (
     IntervalMeter,
@@ -181,6 +182,7 @@ class RankMonitorClient:
         page.set_timeouts(self.hb_timeouts, self.section_timeouts)
         self._begin_warmup(page, monitoring, num_warmup_iters)
         self._stacks = StacksOnRequest(page_path)
+        serve_traces(page_path)
         page.start_monitoring(now)
         self._tell(rank_channel.MonitoringStarted(rank=self._rank, cycle=self._cycle))
         if self._loaded_state is not None:

@@ -209,6 +209,19 @@ class HangEvidence(Event, frozen=True, tag="hang_evidence"):
     note: str = ""
 
 
+class TracesKept(Event, frozen=True, tag="traces_kept"):
+    """A node's Flight Recorders when a hang was declared, fetched before anything was killed."""
+
+    node: str
+    ranks: list[int]
+    """Those in ``folder``, as ``rank_R`` with a manifest beside it."""
+    folder: str
+    """In the run directory."""
+    seconds: float
+    missing: dict[int, str] = {}
+    """Ranks without one, and why."""
+
+
 class StopRequested(Event, frozen=True, tag="stop_requested"):
     """The job was asked from outside to stop, by signal or because its time is nearly over."""
 
@@ -245,6 +258,17 @@ class WorkersStopped(Event, frozen=True, tag="workers_stopped"):
     stalled_s: float | None = None
     """When the stop began: since the last heartbeat of any rank that can still tell. None without heartbeats.
     Training had stood still for that long before the fault was seen, less one step at most."""
+
+
+class GpuMemoryLeft(Event, frozen=True, tag="gpu_memory_left"):
+    """The next cycle starts although a GPU's memory is still in use: the time to wait for it is over."""
+
+    node: str
+    gpu: str
+    used_mb: float
+    waited_s: float
+    processes: list[str] = []
+    """Those that hold it, as people read them; empty: the driver names none."""
 
 
 class Verdict(Event, frozen=True, tag="verdict"):
@@ -310,10 +334,12 @@ AnyEvent = (
     | CheckpointLoaded
     | FaultDetected
     | HangEvidence
+    | TracesKept
     | StopRequested
     | ControlRequested
     | WorkersStopped
     | CycleScored
+    | GpuMemoryLeft
     | Verdict
     | JobEnded
     | Requeued

@@ -97,6 +97,8 @@ class MomentKind(str, enum.Enum):
     TOPOLOGY_IGNORED = "topology_ignored"
     CYCLE_STARTED = "cycle_started"
     COLD_START = "cold_start"
+    TRACES_KEPT = "traces_kept"
+    GPU_MEMORY_LEFT = "gpu_memory_left"
     FIRST_STEP = "first_step"
     CHECKPOINT_LOADED = "checkpoint_loaded"
     FAULT = "fault"

@@ -55,6 +55,8 @@ _MOMENT_NAMES = {
     MomentKind.TOPOLOGY_IGNORED: "topology",
     MomentKind.CYCLE_STARTED: "start",
     MomentKind.COLD_START: "cold",
+    MomentKind.TRACES_KEPT: "traces",
+    MomentKind.GPU_MEMORY_LEFT: "gpu memory",
     MomentKind.FIRST_STEP: "training",
     MomentKind.CHECKPOINT_LOADED: "resumes",
     MomentKind.FAULT: "FAULT",

@@ -12,6 +12,7 @@ from nvrx_slurm.journal import (
     FaultDetected,
     FaultKind,
     FirstStep,
+    GpuMemoryLeft,
     HangEvidence,
     JobEnded,
     JobStarted,
@@ -25,6 +26,7 @@ from nvrx_slurm.journal import (
     StopRequested,
     TimeoutsCalculated,
     TopologyIgnored,
+    TracesKept,
     Verdict,
     WorkersStarted,
     WorkersStopped,
@@ -51,6 +53,8 @@ from nvrx_slurm.report.words import (
     ranges,
     say_evidence,
     say_fault,
+    say_gpu_memory,
+    say_traces,
     what_happened,
 )
 
@@ -163,6 +167,10 @@ class _Teller:
                 yield from self._fault(event, entry, notes, cycle)
             case HangEvidence() as event:
                 yield MomentKind.HANG_EVIDENCE, say_evidence(hang_found(event))
+            case TracesKept() as event:
+                yield MomentKind.TRACES_KEPT, say_traces(event)
+            case GpuMemoryLeft() as event:
+                yield MomentKind.GPU_MEMORY_LEFT, say_gpu_memory(event)
             case WorkersStopped(nodes=nodes, seconds=took):
                 after = plain_seconds(max(0.0, took))
                 text = f"no worker left on {count(nodes, 'node')}, {after} after the order to stop"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nvrx_slurm.journal import FaultKind
+from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, TracesKept
 from nvrx_slurm.report.model import Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
@@ -175,6 +175,22 @@ def say_evidence(found: HangFound) -> str:
     parts += [f"section {clean(name)} open for {plain_seconds(age)}" for name, age in found.sections]
     note = f" ({clean(found.note)})" if found.note.strip() else ""
     return f"rank {found.rank} on {clean(found.node)} was {', '.join(parts)}: read {clean(found.file)}{note}"
+
+
+def say_traces(event: TracesKept) -> str:
+    """Say of which ranks of a node the Flight Recorder was kept, and why not of the others."""
+    where = f"on {clean(event.node)} in {clean(event.folder)}"
+    kept = f"Flight Recorders of {count(len(event.ranks), 'rank')} {where}"
+    reasons = {clean(why) for why in event.missing.values()}
+    ranks = " ".join(map(str, sorted(event.missing)))
+    return f"{kept}; none of {ranks}: {'; '.join(sorted(reasons))}" if reasons else kept
+
+
+def say_gpu_memory(event: GpuMemoryLeft) -> str:
+    """Say which GPU's memory was not free when the next cycle began, and who held it."""
+    held = ", ".join(map(clean, event.processes)) or "a process that the driver does not name"
+    text = f"{event.used_mb:.0f} MiB of {clean(event.gpu)} on {clean(event.node)} still in use"
+    return f"{text} after {plain_seconds(event.waited_s)}, held by {held}"
 
 
 def say_out(out: NodeOut, what: str) -> str:

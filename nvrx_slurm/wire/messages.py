@@ -58,6 +58,16 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     monitored: bool
 
 
+class GpuMemoryLeft(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU whose memory was still in use when the wait for it was over."""
+
+    gpu: str
+    used_mb: float
+    waited_s: float
+    processes: list[str]
+    """Those that held it, as people read them."""
+
+
 class NodeLocation(msgspec.Struct, frozen=True, kw_only=True):
     """Where a node is, and with whom; empty: not known."""
 
@@ -199,6 +209,17 @@ class HangEvidence(Message, frozen=True):
     """How long it took to find all this out."""
 
 
+class TracesKept(Message, frozen=True):
+    """The Flight Recorders of the node's ranks when a hang was declared are in the run directory."""
+
+    cycle: int
+    ranks: list[int]
+    missing: dict[int, str]
+    """Ranks without one, and why."""
+    seconds: float
+    """How long it took to fetch them, before anything was killed."""
+
+
 class TimeoutsCalculated(Message, frozen=True):
     """A rank enforces these from now on, and later cycles should begin with them."""
 
@@ -213,6 +234,7 @@ class WorkersGone(Message, frozen=True):
     cycle: int
     stalled_s: float | None = None
     """When the stop began: since the last heartbeat of any rank of the node; None if there was none."""
+    gpus_left: list[GpuMemoryLeft] = []
 
 
 class Leaving(Message, frozen=True):
@@ -237,6 +259,7 @@ AgentMessage = (
     | CheckpointReport
     | ControlRequest
     | HangEvidence
+    | TracesKept
     | TimeoutsCalculated
     | WorkersGone
     | Leaving

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import BIN, HERE, Event, LocalJob
+from harness import BIN, HERE, JOB_ID, Event, LocalJob
 
 from nvrx_slurm import linux
 from nvrx_slurm.agent.evidence import examine
@@ -24,6 +24,7 @@ from nvrx_slurm.journal import (
     FirstStep,
     HangEvidence,
     TimeoutsCalculated,
+    TracesKept,
     WorkersStopped,
 )
 
@@ -326,6 +327,62 @@ def test_py_spy_is_asked_first_where_it_is_installed(job: MakeJob, tmp_path: Pat
     assert it.run() == 0, it.stderr
     _, found = first(it, HangEvidence)
     assert (found.source, found.stacks.strip()) == ("py-spy", f"Process {found.pid}: stacks by py-spy")
+
+
+GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+client.init_workload_monitoring()
+for step in range(4):
+    if cycle == "0" and rank == 3 and step == 2:
+        note_hang()
+        ctypes.PyDLL(None).sleep(60)
+    dist.all_reduce(torch.ones(2))
+    client.send_heartbeat(step=step)
+client.shutdown_workload_monitoring()
+dist.destroy_process_group()
+"""
+
+
+def test_the_flight_recorder_of_every_rank_of_a_real_hang_is_kept_before_anything_is_killed(
+    job: MakeJob,
+) -> None:
+    """The culprit holds the GIL, the others wait in gloo for it; all are on two nodes."""
+    it = job(PREAMBLE + GLOO, "--heartbeat-timeout", "2s", nodes=2, ranks=2, real_torch=True)
+    assert it.run(60) == 0, it.stderr
+    assert first(it, FaultDetected)[1].kind is FaultKind.HANG
+    kept = {event.node: event for event in it.events(TracesKept)}
+    assert {node: event.ranks for node, event in kept.items()} == {"n1": [0, 1], "n2": [2, 3]}
+    assert all(event.missing == {} and event.seconds < 1 for event in kept.values()), kept
+
+    folder = it.run_dir / kept["n1"].folder
+    assert folder == it.run_dir / "cycles" / "0" / "flight_recorder"
+    enqueued = []
+    for rank in range(4):
+        trace = json.loads((folder / f"rank_{rank}").read_text())
+        enqueued.append(trace["pg_status"]["0"]["last_enqueued_collective"])
+        assert {entry["profiling_name"] for entry in trace["entries"]} == {"gloo:all_reduce"}
+        manifest = json.loads((folder / f"rank_{rank}.manifest.json").read_text())
+        assert (manifest["rank"], manifest["host"]) == (rank, "n1" if rank < 2 else "n2")
+        assert (manifest["job"], manifest["cycle"]) == (JOB_ID, 0)
+        assert manifest["pid"] == it.has_started(rank)
+    assert enqueued == ["3", "3", "3", "2"], "the culprit has not come to the third collective"
+
+
+def test_a_rank_without_a_client_has_no_trace_and_that_is_said(job: MakeJob) -> None:
+    script = """
+if rank == 1:
+    time.sleep(60 if cycle == "0" else 0)
+else:
+    client.init_workload_monitoring()
+    client.send_heartbeat()
+    time.sleep(60 if cycle == "0" else 0)
+"""
+    it = job(PREAMBLE + script, "--heartbeat-timeout", "500ms")
+    assert it.run() == 0, it.stderr
+    _, kept = first(it, TracesKept)
+    assert (kept.ranks, set(kept.missing)) == ([], {0, 1})
+    assert "it has no RankMonitorClient, or has not imported torch.distributed" in kept.missing[1]
 
 
 # --- one process, examined ---------------------------------------------------------------------------

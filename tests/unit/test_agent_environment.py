@@ -96,6 +96,8 @@ def test_the_node_shares_what_is_the_same_for_all() -> None:
         "MINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "LOCAL_WORLD_SIZE": "2",
         "ROLE_NAME": "default",
         "TORCHELASTIC_MAX_RESTARTS": "10",

@@ -43,6 +43,16 @@ TOLD: list[tuple[AnyEvent, str]] = [
     ),
     (journal.NodeExcluded(node="n4", reason="too slow"), "node n4 is excluded: too slow"),
     (journal.WorkersStopped(nodes=2, seconds=0.25), "cycle 2: all workers stopped in 0.250 s"),
+    (
+        journal.TracesKept(node="n1", ranks=[0, 1], folder="cycles/2/flight_recorder", seconds=0.1),
+        "Flight Recorders of 2 ranks on n1: cycles/2/flight_recorder",
+    ),
+    (
+        journal.GpuMemoryLeft(
+            node="n1", gpu="GPU-7", used_mb=900.4, waited_s=50.0, processes=["7 (gone)", "8 (gone)"]
+        ),
+        "n1: 900 MiB of GPU-7 are still in use after 50 s, held by 7 (gone), 8 (gone): going on",
+    ),
     (journal.StopRequested(signal="SIGTERM"), "received SIGTERM"),
     (
         journal.StopRequested(signal="", why="the time limit, 120 s away"),
@@ -78,6 +88,7 @@ SILENT: list[AnyEvent] = [
     journal.CycleScored(progressed=True, in_a_row=0, step=7),
     journal.NodeJoined(node="n1", slots=2),
     journal.RankReady(ranks=8),
+    journal.TracesKept(node="n1", ranks=[], folder="x", seconds=0.1, missing={0: "it has no torch"}),
     journal.CheckpointSaved(step=20, layer="shared", rank=0),
     journal.WorkersStarted(node="n1", ranks=[0], pids=[9], warm=True),
 ]

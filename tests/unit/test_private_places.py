@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from nvrx_slurm.agent.private_places import (
     new_private_dir,
     private_places,
     remove_places,
+    staging_place,
 )
 
 
@@ -55,3 +58,42 @@ def test_what_a_former_agent_of_the_node_has_left_is_removed_and_nothing_else(tm
     (left / "cycle0-rank0.page").touch()
     mine = new_private_dir(environ, "n1")
     assert {mine, other_node, other_job} == set(tmp_path.iterdir())
+
+
+def test_what_killed_agents_have_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
+    environ = {"NVRX_NODE_LOCAL_TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    long_ago = time.time() - 3600
+    ours = f"nvrx-{os.geteuid()}-7-"
+
+    def made(name: str, mode: int = 0o700) -> Path:
+        place = tmp_path / name
+        place.mkdir()
+        (place / "file").touch()
+        place.chmod(mode)
+        os.utime(place, (long_ago, long_ago))
+        return place
+
+    left = made(f"{ours}left")
+    held = made(f"{ours}held")
+    kept = [made(f"{ours}shared", 0o755), made(f"nvrx-{os.geteuid() + 1}-7-other"), made("mine"), held]
+    young = tmp_path / f"{ours}young"
+    young.mkdir(mode=0o700)
+    target = made("target")
+    (tmp_path / f"{ours}link").symlink_to(target)
+    lock = os.open(held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        fresh = new_private_dir(environ)
+    finally:
+        os.close(lock)
+    assert not left.exists()
+    assert all((place / "file").exists() for place in [*kept, target])
+    assert young.exists()
+    os.utime(fresh, (long_ago, long_ago))
+    assert new_private_dir(environ) != fresh
+    assert fresh.exists(), "its agent lives"
+
+
+def test_output_is_staged_only_where_a_local_disk_is_named(tmp_path: Path) -> None:
+    assert staging_place(tmp_path, {"NVRX_NODE_LOCAL_TMPDIR": "/local"}) == tmp_path
+    assert staging_place(tmp_path, {}) is None
