@@ -57,7 +57,9 @@ class StartRanks(Packet, frozen=True):
 
 
 class SignalRanks(Packet, frozen=True):
-    """Send a signal to the process groups of the ranks that are alive."""
+    """Signal the ranks that are alive: their process groups with SIGKILL and SIGCONT, and with every signal
+    where the program is not Python; else the main process.
+    """
 
     signal: int
     ranks: list[int] | None

@@ -39,6 +39,8 @@ class WorkerServer:
         self._why_not_warm = why_not_warm
         self._ranks: dict[int, int] = {}
         """Rank of each rank process that has not been reaped."""
+        self._whole_groups = False
+        """The program is not Python: a shell, for instance, that waits for what it has started."""
         self._clearing = False
         self._wakeup_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -91,11 +93,21 @@ class WorkerServer:
             case protocol.SignalRanks():
                 for pid, rank in self._ranks.items():
                     if request.ranks is None or rank in request.ranks:
-                        _signal_group(pid, request.signal)
+                        self._signal(pid, signal.Signals(request.signal))
             case protocol.KillEverything():
                 self._clearing = True
                 self._kill_some()
         return None
+
+    def _signal(self, pid: int, sig: signal.Signals) -> None:
+        """Signal a rank: of a Python program the main process alone when it is asked to stop.
+
+        Its data-loader workers would be gone before it has saved.
+        """
+        if self._whole_groups or sig in (signal.SIGKILL, signal.SIGCONT):
+            _signal_group(pid, sig)
+        else:
+            os.kill(pid, sig)
 
     # --- starting ------------------------------------------------------------------------------------
 
@@ -106,6 +118,7 @@ class WorkerServer:
                 raise OSError("the order has not come")
             order, outputs = protocol.read_order(fds[0]), fds[1:]
             why_cold = self._why_cold(order)
+            self._whole_groups = order.program.kind is ProgramKind.EXECUTABLE
             if len(outputs) != len(order.ranks):
                 raise OSError(f"{len(outputs)} output pipes for {len(order.ranks)} ranks")
             for spec, fd in zip(order.ranks, outputs, strict=True):

@@ -76,7 +76,7 @@ class WorkerServerProcess:
             os.close(written)
 
     def signal_ranks(self, sig: signal.Signals, ranks: Sequence[int] | None = None) -> None:
-        """Signal the process groups of ``ranks``, by default of all."""
+        """Signal ``ranks``, by default all; who gets it: see :class:`protocol.SignalRanks`."""
         self._send(protocol.SignalRanks(signal=sig, ranks=None if ranks is None else list(ranks)))
 
     def kill_everything(self) -> None:

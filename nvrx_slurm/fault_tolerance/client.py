@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from nvrx_slurm.fault_tolerance import stopping
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.fault_tolerance.flight_recorder import serve_traces
 from nvrx_slurm.fault_tolerance.stacks import StacksOnRequest
@@ -405,8 +406,11 @@ class RankMonitorClient:
         The request reaches the ranks at slightly different moments: agree on it, by an ``all_reduce`` of a
         flag for instance, before acting. Then save a checkpoint and return from the training script with
         exit code 0; nvrx-srun ends with 75, which asks for a requeue.
+
+        Also true after a signal that ``stop_on_signals`` was told of. Processes without a client, data-loader
+        workers for instance, call ``nvrx_slurm.fault_tolerance.should_stop``.
         """
-        return self._page is not None and self._page.stop_requested
+        return stopping.signalled() or (self._page is not None and self._page.stop_requested)
 
     def send_workload_control_request(self, request: WorkloadControlRequest) -> None:
         """Have this rank's node left out of the job, or the whole job ended; it is done at once.

@@ -171,7 +171,7 @@ def test_a_hung_rank_is_found_in_time_its_stacks_are_kept_and_all_restart(
     assert len(it.events(CycleStarted)) == 2, it.stderr
 
 
-def test_an_outer_section_is_enforced_while_an_inner_one_is_open(
+def test_w02_w05_an_outer_section_is_enforced_while_an_inner_one_is_open(
     job: MakeJob, promptness: Promptness
 ) -> None:
     """W2 and W5, with processes; no section has a magic name, no heartbeat is ever sent."""
@@ -296,7 +296,7 @@ def test_calculated_time_outs_are_merged_kept_and_hold_in_later_cycles_and_jobs(
     assert "ft_state.json: version None, 1 is accepted; remove it" in refused.stderr
 
 
-def test_a_job_whose_cycle_ends_before_the_first_heartbeat_goes_on(job: MakeJob) -> None:
+def test_w01_a_job_whose_cycle_ends_before_the_first_heartbeat_goes_on(job: MakeJob) -> None:
     """W1: there every later cycle fails at its first heartbeat."""
     script = """
 client.init_workload_monitoring()

@@ -265,6 +265,53 @@ if cycle == 0:
     assert run.nothing_is_left()
 
 
+def test_w19_a_rank_that_saves_after_sigterm_has_its_monitor_and_its_workers_until_the_end(job: Jobs) -> None:
+    """There SIGTERM ends the monitors at once, and the last checkpoint fails with the next heartbeat."""
+    script = (
+        RANK
+        + """
+import multiprocessing
+from nvrx_slurm.fault_tolerance import RankMonitorClient
+
+def load(pipe):
+    while pipe.recv():
+        pipe.send("batch")
+
+def save(*_):
+    assert client._socket is not None
+    for part in range(3):
+        ours.send(True)
+        assert ours.recv() == "batch"
+        client.send_heartbeat(step=100 + part)
+        time.sleep(0.2)
+    client.report_checkpoint_saved(103)
+    write(f"saved{rank}", client._socket is not None and not wait_for("all_saved"))
+    sys.exit(0)
+
+ours, theirs = multiprocessing.get_context("fork").Pipe()
+multiprocessing.get_context("fork").Process(target=load, args=[theirs], daemon=True).start()
+client = RankMonitorClient()
+client.init_workload_monitoring()
+client.send_heartbeat(step=1)
+signal.signal(signal.SIGTERM, save)
+write(f"ready{rank}")
+while True:
+    time.sleep(1)
+"""
+    )
+    run = job(script).start()
+    for rank in range(2):
+        run.wait_for_file(f"ready{rank}")
+    run.signal(signal.SIGTERM)
+    run.wait_for(journal.CheckpointSaved, 2)
+    run.touch("all_saved")
+    assert run.wait() == 143
+    assert [run.wait_for_file(f"saved{rank}") for rank in range(2)] == ["True", "True"]
+    assert {saved.step for saved in run.events(journal.CheckpointSaved)} == {103}
+    assert "Error" not in run.log("rank_0") + run.log("rank_1")
+    assert run.nothing_is_left()
+
+
 def test_a_rank_that_saves_on_sigterm_has_the_time_to(job: Jobs) -> None:
     script = (
         RANK
@@ -392,7 +439,7 @@ while True:
 # --- processes of ours that die ----------------------------------------------------------------------
 
 
-def test_a_dead_agent_is_a_lost_node_and_the_guardian_clears_up(job: Jobs) -> None:
+def test_w20_a_dead_agent_is_a_lost_node_and_the_guardian_clears_up(job: Jobs) -> None:
     run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, *STAY_AWAY, nodes=3, ranks=1).start()
     run.wait_for_file("ready2.0")
     on_n3 = run.on("n3")
@@ -559,7 +606,7 @@ def test_a_worker_server_that_dies_at_once_is_not_started_over_and_over(job: Job
     assert run.nothing_is_left()
 
 
-def test_nothing_survives_a_dead_coordinator(job: Jobs) -> None:
+def test_w20_nothing_survives_a_dead_coordinator(job: Jobs) -> None:
     run = job(BREEDS + WAITS, *COLD, nodes=2, ranks=1).start()
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
     run.signal(signal.SIGKILL)

@@ -19,7 +19,7 @@ MERGED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (n\d) rank (\d): (.*
 
 
 @pytest.mark.parametrize("warm", ["on", "off"])
-def test_the_last_words_of_a_killed_rank_are_kept_and_shown(job: Jobs, warm: str) -> None:
+def test_w18_the_last_words_of_a_killed_rank_are_kept_and_shown(job: Jobs, warm: str) -> None:
     script = (
         RANK
         + """
@@ -100,7 +100,7 @@ for line in range(200):
     assert run.log("rank_0").count("\n") == 200
 
 
-def test_twenty_megabytes_of_one_rank_pass_without_loss(job: Jobs) -> None:
+def test_w18_twenty_megabytes_of_one_rank_pass_without_loss(job: Jobs) -> None:
     script = (
         RANK
         + """

@@ -123,7 +123,8 @@ wait_for("end")
     run.wait_for_file("beaten1.0")
     agent = run.named("nvrx-agent", "n2")
     agent.suspend()
-    until("nothing is left on n2", lambda: not run.on("n2"), 13.0)
+    # A new agent comes to the node, but only when nothing of the old one is left.
+    until("no rank of cycle 0 is left on n2", lambda: not run.ranks(1, cycle=0), 13.0)
     run.wait_for_file("beaten0.1")
     run.touch("end")
     assert run.wait() == 0

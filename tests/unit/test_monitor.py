@@ -114,7 +114,7 @@ def test_a_script_that_uses_sections_only_owes_no_heartbeat(rank: Callable[..., 
     assert it.what() == ["no section open for 7 s"]
 
 
-def test_every_open_section_is_enforced_not_only_the_last(rank: Callable[..., Rank]) -> None:
+def test_w02_every_open_section_is_enforced_not_only_the_last(rank: Callable[..., Rank]) -> None:
     """W2: there the section that was opened last decides alone."""
     it = rank(rank_section_timeouts=SECTIONS)
     it.client.init_workload_monitoring()
@@ -124,7 +124,7 @@ def test_every_open_section_is_enforced_not_only_the_last(rank: Callable[..., Ra
     assert it.what() == ["section 'outer' open for 40 s", "section 'inner' open for 90 s"]
 
 
-def test_the_time_out_outside_of_sections_runs_without_any_section_of_a_certain_name(
+def test_w05_the_time_out_outside_of_sections_runs_without_any_section_of_a_certain_name(
     rank: Callable[..., Rank],
 ) -> None:
     """W5: there it runs only once a section called "step" has been opened."""
@@ -136,7 +136,7 @@ def test_the_time_out_outside_of_sections_runs_without_any_section_of_a_certain_
     assert it.what() == ["no section open for 3 s"]
 
 
-def test_end_all_sections_closes_all(rank: Callable[..., Rank]) -> None:
+def test_w04_end_all_sections_closes_all(rank: Callable[..., Rank]) -> None:
     """W4: there it does nothing."""
     it = rank(rank_section_timeouts=SECTIONS, rank_out_of_section_timeout=3)
     it.client.init_workload_monitoring()
@@ -374,7 +374,7 @@ def test_a_rank_that_beats_is_never_late_and_costs_few_wake_ups(
     asyncio.run(scenario())
 
 
-def test_a_cycle_that_ends_before_its_first_sign_does_not_spoil_the_later_ones(
+def test_w01_a_cycle_that_ends_before_its_first_sign_does_not_spoil_the_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W1: there the first heartbeat of the third cycle is an error, and in every cycle after it."""
