@@ -115,7 +115,7 @@ async def _ask(path: Path, handler: str) -> bytes | None:
             await writer.wait_closed()
 
 
-def write_trace(folder: Path, trace: Trace, host: str, job: str, cycle: int) -> None:
+def write_trace(folder: Path, trace: Trace, node: str, job: str, cycle: int) -> None:
     """Write ``rank_R`` and beside it ``rank_R.manifest.json``, mode 0600, each complete or not at all.
 
     Raises:
@@ -123,7 +123,7 @@ def write_trace(folder: Path, trace: Trace, host: str, job: str, cycle: int) -> 
     """
     manifest = {
         "rank": trace.rank,
-        "host": host,
+        "node": node,
         "job": job,
         "cycle": cycle,
         "pid": trace.pid,

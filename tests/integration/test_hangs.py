@@ -363,7 +363,7 @@ def test_the_flight_recorder_of_every_rank_of_a_real_hang_is_kept_before_anythin
         enqueued.append(trace["pg_status"]["0"]["last_enqueued_collective"])
         assert {entry["profiling_name"] for entry in trace["entries"]} == {"gloo:all_reduce"}
         manifest = json.loads((folder / f"rank_{rank}.manifest.json").read_text())
-        assert (manifest["rank"], manifest["host"]) == (rank, "n1" if rank < 2 else "n2")
+        assert (manifest["rank"], manifest["node"]) == (rank, "n1" if rank < 2 else "n2")
         assert (manifest["job"], manifest["cycle"]) == (JOB_ID, 0)
         assert manifest["pid"] == it.has_started(rank)
     assert enqueued == ["3", "3", "3", "2"], "the culprit has not come to the third collective"

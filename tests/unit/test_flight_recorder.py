@@ -100,7 +100,7 @@ def test_a_trace_and_its_manifest_are_the_owners_alone(tmp_path: Path) -> None:
     write_trace(folder, Trace(3, 77, 1700000000.5, FULL), "n1", "123", 2)
     assert (folder / "rank_3").read_bytes() == FULL
     manifest = json.loads((folder / "rank_3.manifest.json").read_text())
-    expected = {"rank": 3, "host": "n1", "job": "123", "cycle": 2, "pid": 77, "time": 1700000000.5}
+    expected = {"rank": 3, "node": "n1", "job": "123", "cycle": 2, "pid": 77, "time": 1700000000.5}
     assert expected.items() <= manifest.items()
     assert sorted(path.name for path in folder.iterdir()) == ["rank_3", "rank_3.manifest.json"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
