@@ -11,11 +11,13 @@ import pytest
 
 from nvrx_slurm.journal import (
     CheckpointLoaded,
+    CheckpointSaved,
     FaultKind,
     FirstStep,
     JobEnded,
     NotRequeued,
     Requeued,
+    StopRequested,
     Verdict,
 )
 
@@ -188,3 +190,16 @@ def test_a_signal_before_the_time_limit_saves_and_ends_with_75(slurm: SlurmJobs)
     checkpoints = sorted((job.run_dir / "train").glob("*.pt"))
     assert any(str(last_step) in path.name for path in checkpoints), (last_step, checkpoints)
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+def test_before_its_time_limit_a_job_without_a_signal_saves_is_requeued_and_goes_on(slurm: SlurmJobs) -> None:
+    # given a job of one minute that needs hours, and that Slurm was not asked to signal
+    job = _train(slurm, 10**6, "--time-limit-margin=20s", nodes=2, spares=0, sbatch=("--time=1",))
+    # when its time is nearly over
+    asked = job.wait_for(StopRequested, 0, 90)
+    # then it saves, and Slurm starts it again, where it goes on from there
+    assert asked.event.by.startswith("the time limit, ")
+    assert job.wait_for(JobEnded, 0).event.code == 75
+    assert job.wait_for(Requeued, 0).event.excluded == []
+    saved = [record.event.step for record in job.events(CheckpointSaved)]
+    assert job.wait_for(CheckpointLoaded, 1, 90).event.step == saved[-1]
