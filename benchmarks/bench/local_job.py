@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from nvrx_slurm.coordinator.cycle import Policy
 from nvrx_slurm.coordinator.ft_state import load_ft_state
 from nvrx_slurm.coordinator.job import JobSpec, run_job
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.preparation import first_cycle
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.fault_tolerance.config import build_config

@@ -184,10 +184,10 @@ def main(
     by signal N.
     """
     from nvrx_slurm.coordinator.address import NoAddressError, address_toward
-    from nvrx_slurm.coordinator.cycle import Policy
     from nvrx_slurm.coordinator.cycle_info import current_path
     from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
     from nvrx_slurm.coordinator.past import past_of_job
+    from nvrx_slurm.coordinator.policy import Policy
     from nvrx_slurm.coordinator.preparation import NodeCountError, claim_own, count_active, first_cycle
     from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
     from nvrx_slurm.coordinator.terminal import open_standard_streams

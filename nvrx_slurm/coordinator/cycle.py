@@ -18,17 +18,24 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator.blame import Blame, find_culprit
 from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
-from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.membership import Membership
-from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits, Past
+from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits
 from nvrx_slurm.coordinator.placement import Rules
-from nvrx_slurm.coordinator.progress import Signs, highest
+from nvrx_slurm.coordinator.policy import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_RESTART_ELSEWHERE,
+    EXIT_USAGE,
+    Policy,
+)
+from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.running_cycle import RunningCycle, exit_fault
+from nvrx_slurm.coordinator.scoring import EndedCycle, Scoring
 from nvrx_slurm.coordinator.steps import (
     Arm,
     AskRanksToStop,
@@ -54,7 +61,6 @@ from nvrx_slurm.coordinator.steps import (
     ProbeNodes,
     RankExited,
     RankStalled,
-    ReadIteration,
     Recall,
     SlurmAnswered,
     SnapshotsTaken,
@@ -72,66 +78,6 @@ from nvrx_slurm.coordinator.steps import (
 from nvrx_slurm.coordinator.suspects import Suspects
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
 from nvrx_slurm.wire.rank_channel import WorkloadAction
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_RESTART_ELSEWHERE = 75
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the user decided."""
-
-    nodes: tuple[str, ...]
-    """The allocation in Slurm's order."""
-    active_nodes: int
-    max_restarts: int
-    first_cycle: int = 0
-    max_unknown_nodes: int = 0
-    """How many nodes may join that are not known beforehand."""
-    limits: Limits = field(default_factory=Limits)
-    past: Past = field(default_factory=Past)
-    has_iteration_file: bool = False
-    """The training writes its newest checkpoint's step to a file."""
-    join_timeout_s: float = 300.0
-    """Too few nodes, some never heard of: how long to wait for those."""
-    form_grace_s: float = 2.0
-    """Enough nodes at the start: how long to wait for the rest, so that a spare stays one."""
-    stop_timeout_s: float = 30.0
-    """A node that has not stopped its workers by then leaves the job."""
-    term_timeout_s: float | None = None
-    """Grace for the ranks when the job is asked to end: they get that signal then, and SIGKILL after this.
-    None: they are stopped as for a restart."""
-    probe_timeout_s: float = 1.0
-    """How long the search for the hung rank may delay the restart."""
-    consult_timeout_s: float = 10.0
-    """How long Slurm may take to say whether it is ending the job."""
-    last_choice: str | None = None
-    """The node that gets ranks only when no other will do: the batch host, which has the Coordinator."""
-    segment: int = 1
-    """Nodes of the group that must be of one NVLink domain; 1: any."""
-    group_size: int = 1
-    """Nodes of one replacement group; 1: there are none."""
-    rejoin_timeout_s: float = 0.0
-    """Too few nodes, some lost: how long to wait for an agent to come back. 0: lost nodes stay away."""
-    max_agent_losses: int = 3
-    """A node that has lost its agent so often stays away."""
-
-    @property
-    def max_nodes(self) -> int:
-        """Active nodes and spares."""
-        return len(self.nodes) + self.max_unknown_nodes
-
-
-@dataclass(frozen=True)
-class UnscoredCycle:
-    """What is known of a cycle that has ended, but for what the checkpoint-iteration file says."""
-
-    number: int
-    signs: Signs
-    culprit: FaultDetected
-    seconds: float
 
 
 class Phase(enum.Enum):
@@ -166,6 +112,9 @@ class CycleMachine:
         self.members = Membership(policy.nodes, rules, policy.last_choice, policy.max_unknown_nodes)
         self.budget = Budget(policy.max_restarts, policy.limits, replace(policy.past.progress))
         self._suspects = Suspects(policy.limits.exclude_after, policy.past.faults)
+        self._scoring = Scoring(
+            self.budget.progress, policy.limits, policy.has_iteration_file, self._suspects.note_progress
+        )
         self._fruits = Fruits()
         self._current = RunningCycle()
         self._grace_over = False
@@ -178,7 +127,6 @@ class CycleMachine:
         """Nodes whose agents were asked to go; recalled when it is clear that the job is not being ended."""
         self._topology_told = False
         self._for_lack_of_nodes: tuple[End, Blame | None] | None = None
-        self._unscored: UnscoredCycle | None = None
         self._commands: list[Command] = []
         self._now = 0.0
 
@@ -209,8 +157,7 @@ class CycleMachine:
 
     def start(self) -> list[Command]:
         """Begin to form the first cycle."""
-        baseline = [ReadIteration(None)] if self._reads_iterations else []
-        return [Arm(Timer.JOIN, self.policy.join_timeout_s), *baseline]
+        return [Arm(Timer.JOIN, self.policy.join_timeout_s), *self._scoring.start()]
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what to do, in order."""
@@ -681,46 +628,15 @@ class CycleMachine:
 
     # --- progress ------------------------------------------------------------------------------------
 
-    @property
-    def _reads_iterations(self) -> bool:
-        return self.policy.has_iteration_file and self.policy.limits.max_no_progress_cycles > 0
-
     def _score(self, blame: Blame) -> None:
         """Judge the cycle that has just ended, or have the file read that tells how far it came."""
         current = self._current
-        if self._unscored is not None:
-            # The file has not been read in a whole cycle.
-            self._iteration_read(IterationRead(self._unscored.number, None))
-        self._unscored = UnscoredCycle(
-            self.cycle, current.signs, blame.fault, (current.stop_began or self._now) - current.began
-        )
-        if self._reads_iterations:
-            self._do(ReadIteration(self.cycle))
-        else:
-            self._judge(None)
+        seconds = (current.stop_began or self._now) - current.began
+        self._do(*self._scoring.cycle_ended(EndedCycle(self.cycle, current.signs, blame.fault, seconds)))
 
     def _iteration_read(self, event: IterationRead) -> None:
-        if event.cycle is None:
-            self.budget.progress.begin_at(event.step)
-        elif self._unscored is not None and self._unscored.number == event.cycle:
-            self._judge(event.step)
-            self._stop_if_stuck()
-
-    def _judge(self, file_step: int | None) -> None:
-        ended, self._unscored = self._unscored, None
-        assert ended is not None
-        scored = self.budget.progress.score(
-            ended.signs,
-            ended.culprit,
-            ended.seconds,
-            self.policy.limits.min_progress_iterations,
-            file_step=file_step,
-            file_unread=self._reads_iterations and file_step is None,
-        )
-        if scored is not None and scored.progressed:
-            self._suspects.note_progress()
-        if scored is not None and self.policy.limits.max_no_progress_cycles:
-            self._do(Write(scored, ended.number))
+        self._do(*self._scoring.iteration_read(event))
+        self._stop_if_stuck()
 
     def _stop_if_stuck(self) -> None:
         """The file was read after the next cycle had begun: stop that."""

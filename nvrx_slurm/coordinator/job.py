@@ -18,7 +18,7 @@ from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.app_log import AppLog
-from nvrx_slurm.coordinator.cycle import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.cycle import CycleMachine, Phase
 from nvrx_slurm.coordinator.cycle_info import CycleInfo, CycleInfos, write_cycle_info
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
 from nvrx_slurm.coordinator.hang_evidence import (
@@ -28,6 +28,7 @@ from nvrx_slurm.coordinator.hang_evidence import (
     write_evidence,
 )
 from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
+from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, Policy
 from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
 from nvrx_slurm.coordinator.returns import Returns

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nvrx_slurm.agent.guardian import run_guarded
 from nvrx_slurm.agent.private_places import new_private_dir
-from nvrx_slurm.coordinator.cycle import Policy
 from nvrx_slurm.coordinator.limits import Limits
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.launch.processes import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nvrx_slurm.coordinator import steps
-from nvrx_slurm.coordinator.cycle import Policy
+from nvrx_slurm.coordinator.policy import Policy
 
 
 @dataclass

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
-from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.cycle import CycleMachine, Phase
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.past import Past
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.wire.messages import RankSnapshot
 from nvrx_slurm.wire.rank_channel import WorkloadAction

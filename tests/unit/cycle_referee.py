@@ -9,8 +9,8 @@ from cycle_course import Course
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
-from nvrx_slurm.coordinator.cycle import Policy
 from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, LONG_ENOUGH_S
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.steps import Timer
 from nvrx_slurm.journal import FaultKind
 from nvrx_slurm.wire.rank_channel import WorkloadAction

@@ -9,7 +9,8 @@ from cycle_driver import Job
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
-from nvrx_slurm.coordinator.cycle import CycleMachine, Phase, Policy
+from nvrx_slurm.coordinator.cycle import CycleMachine, Phase
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.steps import Timer
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 

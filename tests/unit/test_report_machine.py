@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nvrx_slurm.coordinator import steps
-from nvrx_slurm.coordinator.cycle import CycleMachine, Policy
+from nvrx_slurm.coordinator.cycle import CycleMachine
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.journal import CheckpointLoaded, Progress, Record
 from nvrx_slurm.report import JobReport, JobState, MomentKind, RecoveryEnd, build_report
 from nvrx_slurm.report.words import say_end

@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from nvrx_slurm.coordinator.cycle import Policy
 from nvrx_slurm.coordinator.job import JobSpec, run_job
+from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.slurm import ScontrolClient
 from nvrx_slurm.wire import messages as msg
