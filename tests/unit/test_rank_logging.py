@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +64,23 @@ def _seconds(stamp: RankFilter, count: int) -> float:
     for each in records:
         stamp.filter(each)
     return time.perf_counter() - began
+
+
+def test_the_example_of_the_document_does_what_it_says() -> None:
+    (example,) = (block for block in python_blocks() if "rank_handler" in block)
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        env={**os.environ, **RANK},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.endswith(" INFO [n3 rank 5/1 cycle 2] train: loss 0.250\n"), done.stderr
+
+
+def python_blocks() -> list[str]:
+    document = Path(__file__).resolve().parents[2] / "docs" / "ranks.md"
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.S | re.M)
 
 
 def test_it_needs_no_torch_and_no_grpc() -> None:

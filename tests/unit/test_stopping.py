@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nvrx_slurm import fault_tolerance
-from nvrx_slurm.fault_tolerance import RankMonitorClient, outlive_stop_signals, stopping
+from nvrx_slurm.fault_tolerance import RankMonitorClient, stopping
 from nvrx_slurm.wire.page import PAGE_VARIABLE, AgentPage, HeartbeatPage
 
 PATIENCE_S = 60
@@ -131,10 +131,14 @@ def test_a_worker_that_nobody_ends_does_so_itself() -> None:
             worker.kill()
 
 
-def test_it_fits_a_data_loader(page: AgentPage) -> None:
-    """torch calls it with the number of the worker."""
-    pid = os.fork()
-    if pid == 0:
-        outlive_stop_signals(3)
-        os._exit(0 if signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_example_of_the_document_loads_until_it_is_asked_to_stop(page: AgentPage, asked: bool) -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "ranks.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(), re.S | re.M)
+    (example,) = (block for block in blocks if "DataLoader" in block)
+    if asked:
+        page.request_stop()
+    done = subprocess.run(
+        [sys.executable, "-c", f"{example}\nprint(int(batch))"], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == ("0\n" if asked else "7\n"), done.stderr
