@@ -108,7 +108,7 @@ class Progress:
             file_unread: there is such a file, and it could not be read.
 
         Returns:
-            None: it can't be told, as has been said before.
+            None: it can't be told, and that has been said before, or the cycle had hardly begun.
         """
         had_saved = self.saved is not None
         grew = self._take(signs, file_step, minimum)
@@ -124,7 +124,8 @@ class Progress:
             self.in_a_row += 1
         else:
             self.early_end = ""
-            return self._not_told()
+            # A cycle that had hardly begun does not show that nobody will ever tell a step.
+            return self._not_told() if signs.trained or seconds >= EARLY_S else None
         self.early_end = early
         return self._scored(progressed=grew)
 

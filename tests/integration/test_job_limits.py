@@ -170,9 +170,9 @@ def ends_in(run: LocalJob, seconds: float) -> None:
 
 def test_before_the_time_limit_ranks_save_and_the_job_is_requeued(job: Jobs) -> None:
     """Without any --signal."""
-    run = job(SAVES_WHEN_ASKED, *COLD, "--time-limit-margin", "3s", nodes=2, ranks=1)
-    ends_in(run, 10)
-    assert run.run() == 75
+    run = job(SAVES_WHEN_ASKED, *COLD, "--time-limit-margin", "10s", nodes=2, ranks=1)
+    ends_in(run, 30)
+    assert run.run(60) == 75
     assert (run.root / "saved0").exists()
     assert (run.root / "saved1").exists()
     (asked,) = run.events(journal.StopRequested)
@@ -229,7 +229,15 @@ def test_so_is_one_whose_batch_script_hears_of_it(job: Jobs) -> None:
 def test_three_attempts_that_never_come_to_a_step_are_the_last(job: Jobs, tmp_path: Path) -> None:
     codes = []
     for attempt in range(3):
-        run = job(RANK + "signal.pause()\n", *COLD, nodes=2, ranks=1, SLURM_RESTART_COUNT=str(attempt))
+        run = job(
+            RANK + "signal.pause()\n",
+            *COLD,
+            "--rejoin-timeout",
+            "0",
+            nodes=2,
+            ranks=1,
+            SLURM_RESTART_COUNT=str(attempt),
+        )
         run.share_run_dir(tmp_path / "shared", tmp_path / "train.py")
         run.start()
         run.wait_for(journal.WorkersStarted, 2 * (attempt + 1))

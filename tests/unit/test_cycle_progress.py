@@ -121,6 +121,13 @@ def test_cycles_in_which_nobody_tells_a_step_are_not_scored_and_that_is_said_onc
     assert job.written(journal.CycleScored) == [journal.CycleScored(progressed=None, in_a_row=0)]
 
 
+def test_a_cycle_that_has_hardly_begun_does_not_show_that_nobody_tells_a_step() -> None:
+    job = plenty(spares=1).lose("n2").stopped("n1")
+    assert job.written(journal.CycleScored) == []
+    job.later(60.0).fails(0, -signal.SIGKILL)
+    assert job.written(journal.CycleScored) == [journal.CycleScored(progressed=None, in_a_row=0)]
+
+
 def test_w1_a_cycle_that_ends_before_its_first_heartbeat_harms_no_later_one() -> None:
     """A fault while ranks still load, in the cycle after one that has trained."""
     job = plenty().trains(10).fails().fails().trains(11)
