@@ -126,6 +126,8 @@ class CycleMachine:
         self._asked_away: list[str] = []
         """Nodes whose agents were asked to go; recalled when it is clear that the job is not being ended."""
         self._topology_told = False
+        self._restart_why = ""
+        """What ended the last cycle."""
         self._for_lack_of_nodes: tuple[End, Blame | None] | None = None
         self._commands: list[Command] = []
         self._now = 0.0
@@ -400,7 +402,8 @@ class CycleMachine:
             return
         shortage = members.shortage(self.active)
         if shortage is not None:
-            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, shortage))
+            cause = f": {self._restart_why}" if self._restart_why else ""
+            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, f"{shortage}{cause}"))
             return
         if members.usable_count < policy.active_nodes:
             return
@@ -572,6 +575,7 @@ class CycleMachine:
         self._replace_culprit(blame.fault)
         self.budget.spend(self._now)
         self.cycle += 1
+        self._restart_why = blame.why
         self._form_again()
 
     def _form_again(self) -> None:

@@ -121,7 +121,7 @@ def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes
     slurm.cluster.kill_node(lost)
 
     # then the same job starts again elsewhere, and goes on from its checkpoint
-    requeued = job.wait_for(Requeued, cycle=0).event
+    requeued = job.wait_for(Requeued, cycle=1).event
     assert set(requeued.excluded) == {"n5", lost}
     resumed = job.wait_for(CheckpointLoaded, cycle=1, timeout_s=120)
     assert resumed.attempt == 1

@@ -48,6 +48,7 @@ def test_it_waits_no_longer_than_it_was_told() -> None:
     job.fire(Timer.REJOIN)
     assert job.end.code == 75
     assert "training needs 2, 1 is left" in job.end.why
+    assert "node n2 lost" in job.end.why, "what it was that it waited for"
 
 
 def test_a_node_that_stays_away_ends_the_wait_at_once() -> None:
