@@ -117,6 +117,25 @@ def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
         (["--spares", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--spares", "some", "train.py"], "'some' is not a valid integer"),
         (["--spares", "3", "train.py"], "--spares: 3 of 3 nodes leave none to train on"),
+        (
+            ["--nnodes", "4:2", "train.py"],
+            "--nnodes '4:2': MIN:MAX or one number is accepted, 0 < MIN <= MAX",
+        ),
+        (["--nnodes", "0:2", "train.py"], "MIN:MAX or one number is accepted"),
+        (["--nnodes", "²", "train.py"], "MIN:MAX or one number is accepted"),
+        (["--nnodes", "1:2:3", "train.py"], "MIN:MAX or one number is accepted"),
+        (["--nnodes", "4:8", "train.py"], "--nnodes 4:8: this job has only 3 nodes"),
+        (
+            ["--nnodes", "2", "train.py"],
+            "--nnodes 2: this job has 3 nodes; --nnodes 2:3 keeps the rest as spares",
+        ),
+        (["--nnodes", "1:2", "train.py"], "--nnodes 1:2: this job has 3 nodes; --nnodes 1:3 keeps the rest"),
+        (["--nnodes", "1:3", "--spares", "1", "train.py"], "leaves 2 of 3 nodes as spares, --spares says 1"),
+        (["--nnodes", "2:2", "--spares", "1", "train.py"], "--nnodes 2:2: this job has 3 nodes"),
+        (["--ft-segment", "2", "train.py"], "--ft-segment 2: the 3 nodes that train are no multiple of 2"),
+        (["--ft-segment", "0", "train.py"], "0 is not in the range x>=1"),
+        (["--replacement-group-size", "0", "train.py"], "0 is not in the range x>=1"),
+        (["--rejoin-timeout", "soon", "train.py"], "'soon' is not a duration"),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--workers-stop-timeout", "soon", "train.py"], "'soon' is not a duration; accepted: 90s, 5m, 1.5h"),
         (["--workers-stop-timeout", "none", "train.py"], "'none' is not a duration"),
@@ -265,6 +284,41 @@ def test_options_reach_the_job(here: Path, jobs: list[JobSpec], monkeypatch: pyt
     assert spec.welcome.stop_timeout_s == 60.0
     assert not spec.welcome.warm_start
     assert spec.run_dir.path == here / "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("options", "active"),
+    [
+        (["--nnodes", "3"], 3),
+        (["--nnodes", "2:3"], 2),
+        (["--nnodes", "2:8"], 2),
+        (["--nnodes", "2", "--spares", "1"], 2),
+        (["--nnodes", "2:3", "--spares", "1"], 2),
+        (["--nnodes", "3:3", "--spares", "0"], 3),
+    ],
+)
+def test_nnodes_is_another_way_to_say_how_many_are_spares(
+    here: Path, jobs: list[JobSpec], options: list[str], active: int
+) -> None:
+    srun(*options, "train.py")
+    assert jobs[0].policy.active_nodes == active
+
+
+def test_placement_options_reach_machine_and_agents(here: Path, jobs: list[JobSpec]) -> None:
+    srun(
+        *("--nnodes", "2:3", "--ft-segment", "2", "--replacement-group-size", "3"),
+        *("--rejoin-timeout", "5m", "--srun-arg=--mem=0", "train.py"),
+    )
+    policy = jobs[0].policy
+    assert (policy.segment, policy.group_size, policy.rejoin_timeout_s) == (2, 3, 300.0)
+    assert jobs[0].welcome.segment == 2
+    assert jobs[0].rejoin_argv is not None
+    argv = list(jobs[0].rejoin_argv("n2"))
+    assert argv[argv.index("-N") + 1] == "1"
+    assert argv[argv.index("-w") + 1] == "n2"
+    assert {"--overlap", "--mem=0"} <= set(argv)
+    srun("--rejoin-timeout", "0", "train.py")
+    assert jobs[1].policy.rejoin_timeout_s == 0.0
 
 
 @pytest.mark.parametrize(
