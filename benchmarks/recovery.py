@@ -54,7 +54,12 @@ class Cases(click.ParamType):  # type: ignore[type-arg]
 @click.option("--json", "as_json", is_flag=True, help="Print the document instead of the table.")
 @click.option("--peer", "peer_name", type=click.Choice(["nvrx"]), help="Add NVIDIA's released ft_launcher.")
 @click.option("--runs", type=click.IntRange(1, 100), help="Runs of each case.  [default: 5; quick: 1]")
-@click.option("--cases", type=Cases(), metavar="CASE,…", help="Of rank_sigkill, node_loss.  [default: all]")
+@click.option(
+    "--cases",
+    type=Cases(),
+    metavar="CASE,…",
+    help=f"Of {', '.join(c.value for c in Case)}.  [default: all]",
+)
 @click.option(
     "--bound", type=Duration(), help="A contender that is not back by then counts as lost.  [default: 60s]"
 )
@@ -80,9 +85,9 @@ def main(
     torchrun_store: str,
     keep: Path | None,
 ) -> None:
-    """Kill a rank, then a node, and measure how long training stands still under each launcher.
+    """Kill a rank, make one fail, one hang, switch a node off: how long does training stand still?
 
-    All of them get the same script, nodes and faults on one dev cluster, by turns.
+    All launchers get the same script, nodes and faults on one dev cluster, by turns.
     """
     ending.as_ctrl_c()
     began = time.monotonic()
@@ -128,7 +133,7 @@ def _one(
     case: Case, contender: Contender, cluster: DevCluster, bounds: Bounds, work: Path, run: int, port: int
 ) -> Outcome:
     nodes = cluster.node_names[: contenders.TRAINING_NODES + case.spares]
-    place = Place(nodes, work / f"{case.value}-{contender.who}-{run + 1}", port)
+    place = Place(nodes, work / f"{case.value}-{contender.who}-{run + 1}", port, case.heartbeat_s)
     load = round(os.getloadavg()[0], 1)
     if time.monotonic() > bounds.deadline:
         outcome = Outcome(case, contender.who, why_not="there was no time left for it", measured=False)

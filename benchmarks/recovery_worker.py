@@ -6,6 +6,8 @@ JSON object a line. The first says which process it is and when its first line o
     {"mark": "main", "t": <unix seconds>, "rank": 3, "world": 8, "node": "n2", "pid": 21, "pid_ns": "pid:[…]"}
 
 and the others how far it is: {"mark": "imported|process_group|loaded|step", "t": <unix seconds>, "step": n}.
+SIGRTMIN makes it hang, the signal after it makes it fail. NVRX_BENCH_PEER_CLIENT=1 sends the heartbeats that
+NVIDIA's launcher wants, too.
 """
 
 import time
@@ -15,6 +17,7 @@ _FIRST_LINE = time.time()
 import contextlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TextIO  # noqa: E402
@@ -46,8 +49,36 @@ class Marks:
             self._file.write(json.dumps(mark) + "\n")
 
 
+class PeerHeartbeats:
+    """Marks, and after each step a heartbeat to NVIDIA's rank monitor."""
+
+    def __init__(self, marks: Marks) -> None:
+        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+        self._marks = marks
+        self._client = RankMonitorClient()
+
+    def __call__(self, phase: str, step: int = 0) -> None:
+        if phase == "loaded":
+            self._client.init_workload_monitoring()
+        elif phase == "step":
+            self._client.send_heartbeat()
+        self._marks(phase, step)
+
+
+def hang(*_: object) -> None:
+    while True:
+        time.sleep(3600.0)
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("the benchmark's exception")
+
+
 if __name__ == "__main__":
     marks = Marks(os.environ.get("NVRX_BENCH_MARKS"))
+    signal.signal(signal.SIGRTMIN, hang)
+    signal.signal(signal.SIGRTMIN + 1, fail)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
     import train_gpt
 
@@ -55,5 +86,6 @@ if __name__ == "__main__":
     # as the import that it is, and the time until the process group is ready is that of the process group.
     with contextlib.suppress(ImportError):
         import torch._dynamo  # noqa: F401
+    on_phase = PeerHeartbeats(marks) if os.environ.get("NVRX_BENCH_PEER_CLIENT") else marks
     marks("imported")
-    train_gpt.main(on_phase=marks)
+    train_gpt.main(on_phase=on_phase)

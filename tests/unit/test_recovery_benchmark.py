@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_a_file_of_marks_is_one_process_with_the_time_of_its_first_step() -> Non
         resumed_at=20,
         first_step=5.0,
         last_step=22,
+        last_mark=6.0,
     )
 
 
@@ -130,6 +132,7 @@ def test_phases_end_with_the_last_rank_and_add_up_to_the_total() -> None:
     assert seconds == pytest.approx(
         {
             "total": 5.25,
+            "restart": 2.5,
             "until_start": 1.5,
             "detect": 0.1,
             "stop": 0.2,
@@ -142,14 +145,14 @@ def test_phases_end_with_the_last_rank_and_add_up_to_the_total() -> None:
         }
     )
     assert set(seconds) == set(marks.METRICS)
-    assert sum(seconds[m] for m in marks.METRICS[2:]) == pytest.approx(seconds["total"])
-    assert sum(seconds[m] for m in marks.METRICS[2:6]) == pytest.approx(seconds["until_start"])
+    assert sum(seconds[m] for m in marks.METRICS[3:]) == pytest.approx(seconds["total"])
+    assert sum(seconds[m] for m in marks.METRICS[3:7]) == pytest.approx(seconds["until_start"])
 
 
 def test_what_a_launcher_does_not_tell_is_left_out() -> None:
     seconds = marks.phases(KILL, [process(0, 101.0, world=1)], journal=None)
     assert not {"detect", "stop", "form", "start"} & set(seconds)
-    assert sum(seconds[m] for m in marks.METRICS[6:]) + seconds["until_start"] == pytest.approx(
+    assert sum(seconds[m] for m in marks.METRICS[7:]) + seconds["until_start"] == pytest.approx(
         seconds["total"]
     )
 
@@ -261,6 +264,35 @@ def test_every_contender_gets_the_same_script_nodes_ranks_and_budget(tmp_path: P
     assert lines[0] == lines[1] == lines[2]
 
 
+def test_only_a_hang_needs_a_heartbeat_and_torchrun_has_none(tmp_path: Path) -> None:
+    hung = Place(place(0).nodes, Path("/shared/trial"), 29400, Case.RANK_HANG.heartbeat_s)
+    option = "--ft-rank-heartbeat-timeout"
+    for contender in (contenders.ours(), contenders.peer(tmp_path)):
+        argv = contender.command(hung)
+        assert argv[argv.index(option) + 1] == "5"
+        assert option not in contender.command(place(0))
+    assert option not in contenders.torchrun(Store.OWN).command(hung)
+
+
+def test_a_hang_counts_from_the_moment_when_its_time_out_has_passed(tmp_path: Path) -> None:
+    there = Place(("n1",), tmp_path, port=1)
+    there.marks.mkdir()
+    (there.marks / "a.jsonl").write_text(
+        '{"mark": "main", "t": 90.0, "rank": 3, "world": 8, "node": "n2", "pid": 20, "pid_ns": "pid:[3]"}\n'
+        '{"mark": "step", "t": 99.9, "step": 21}\n'
+    )
+    victim = process(3, 90.0)
+    assert trial.known_from(Case.RANK_HANG, KILL, victim, there) == pytest.approx(104.9)
+    assert trial.known_from(Case.RANK_SIGKILL, KILL, victim, there) == KILL
+
+
+def test_the_worker_s_signals_are_those_that_the_faults_send() -> None:
+    worker = (BENCHMARKS / "recovery_worker.py").read_text()
+    assert (faults.HANG_SIGNAL, faults.EXCEPTION_SIGNAL) == (signal.SIGRTMIN, signal.SIGRTMIN + 1)
+    assert "signal.signal(signal.SIGRTMIN, hang)" in worker
+    assert "signal.signal(signal.SIGRTMIN + 1, fail)" in worker
+
+
 def test_spares_are_what_is_beyond_the_training_nodes() -> None:
     ours = contenders.ours().command(place(spares=1))
     assert ours[ours.index("--spares") + 1] == "1"
@@ -284,7 +316,10 @@ def test_a_launcher_does_not_inherit_another_one_s_variables(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--cases", "flood"], "there is no case 'flood'; the cases are rank_sigkill, node_loss"),
+        (
+            ["--cases", "flood"],
+            "there is no case 'flood'; the cases are rank_sigkill, rank_exception, rank_hang, node_loss",
+        ),
         (["--runs", "0"], "0 is not in the range 1<=x<=100"),
         (["--bound", "soon"], "'soon' is not a duration"),
         (["--peer", "other"], "'other' is not 'nvrx'"),

@@ -41,6 +41,8 @@ class Place:
     """The first hosts the others' rendezvous, so it is never the victim. Beyond TRAINING_NODES: spares."""
     directory: Path
     port: int
+    heartbeat_s: float | None = None
+    """The time-out of ranks' heartbeats; None: the launcher's default."""
 
     @property
     def marks(self) -> Path:
@@ -53,6 +55,11 @@ class Place:
     @property
     def worker(self) -> tuple[str, ...]:
         return (str(WORKER), *_WORKER_OPTIONS, "--out", str(self.directory / "train"))
+
+    @property
+    def heartbeat(self) -> tuple[str, ...]:
+        """The option that ours and the peer's have for it; torchrun knows no heartbeats."""
+        return () if self.heartbeat_s is None else ("--ft-rank-heartbeat-timeout", f"{self.heartbeat_s:g}")
 
     @property
     def spares(self) -> int:
@@ -84,8 +91,8 @@ def peer(environment: Path) -> Contender:
     # Its environment has our client from the clone, for the script imports it under every launcher.
     return Contender(
         "peer",
-        lambda place: _elastic(place, program, "--ignore-missing-fault-tol-cfg"),
-        {"PYTHONPATH": str(CLONE)},
+        lambda place: _elastic(place, program, "--ignore-missing-fault-tol-cfg", *place.heartbeat),
+        {"PYTHONPATH": str(CLONE), "NVRX_BENCH_PEER_CLIENT": "1"},
     )
 
 
@@ -116,6 +123,7 @@ def _nvrx_srun(place: Place) -> Sequence[str]:
         _beside_python("nvrx-srun"),
         *("--nproc-per-node", str(RANKS_PER_NODE), "--spares", str(place.spares)),
         *("--max-restarts", str(MAX_RESTARTS), "--run-dir", str(place.run_dir)),
+        *place.heartbeat,
         *place.worker,
     )
 

@@ -1,4 +1,4 @@
-"""The two faults. Both tell the moment just before they strike."""
+"""The faults. Each tells the moment just before it strikes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from bench.recovery.marks import Process
 from nvrx_slurm.devcluster import DevCluster
 
 VICTIM_RANK = 3
+HEARTBEAT_S = 5.0
+HANG_SIGNAL, EXCEPTION_SIGNAL = signal.SIGRTMIN, signal.SIGRTMIN + 1
+"""What recovery_worker.py takes as the order to hang and to raise."""
 
 
 class FaultError(RuntimeError):
@@ -23,6 +26,8 @@ class FaultError(RuntimeError):
 
 class Case(enum.Enum):
     RANK_SIGKILL = "rank_sigkill"
+    RANK_EXCEPTION = "rank_exception"
+    RANK_HANG = "rank_hang"
     NODE_LOSS = "node_loss"
 
     @property
@@ -30,12 +35,24 @@ class Case(enum.Enum):
         match self:
             case Case.RANK_SIGKILL:
                 return f"{self.value}: SIGKILL of rank {VICTIM_RANK} of 8 on 4 nodes"
+            case Case.RANK_EXCEPTION:
+                return f"{self.value}: an exception in rank {VICTIM_RANK} of 8 on 4 nodes"
+            case Case.RANK_HANG:
+                return (
+                    f"{self.value}: rank {VICTIM_RANK} of 8 on 4 nodes sleeps for ever, "
+                    f"counted from its deadline, {HEARTBEAT_S:g} s after its last heartbeat"
+                )
             case Case.NODE_LOSS:
                 return f"{self.value}: power loss of rank {VICTIM_RANK}'s node of 4, one spare node"
 
     @property
     def spares(self) -> int:
         return 1 if self is Case.NODE_LOSS else 0
+
+    @property
+    def heartbeat_s(self) -> float | None:
+        """The heartbeat time-out that the launchers are given; None: their default."""
+        return HEARTBEAT_S if self is Case.RANK_HANG else None
 
 
 def pick_victim(processes: Sequence[Process], keep: str) -> Process:
@@ -59,15 +76,19 @@ def strike(case: Case, victim: Process, cluster: DevCluster) -> float:
     """
     match case:
         case Case.RANK_SIGKILL:
-            return _kill(victim)
+            return _signal(victim, signal.SIGKILL)
+        case Case.RANK_EXCEPTION:
+            return _signal(victim, EXCEPTION_SIGNAL)
+        case Case.RANK_HANG:
+            return _signal(victim, HANG_SIGNAL)
         case Case.NODE_LOSS:
             moment = time.time()
             cluster.kill_node(victim.node)
             return moment
 
 
-def _kill(victim: Process) -> float:
-    """SIGKILL from outside of the node: a command inside it would take time to start."""
+def _signal(victim: Process, number: int) -> float:
+    """Send it from outside of the node: a command inside it would take time to start."""
     for pid in psutil.pids():
         try:
             handle = os.pidfd_open(pid)
@@ -76,7 +97,7 @@ def _kill(victim: Process) -> float:
         try:
             if _pid_inside(pid, victim.pid_ns) == victim.pid:
                 moment = time.time()
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                signal.pidfd_send_signal(handle, number)
                 return moment
         finally:
             os.close(handle)

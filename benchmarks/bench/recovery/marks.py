@@ -11,6 +11,7 @@ from nvrx_slurm.journal import CycleStarted, FaultDetected, Record, WorkersStopp
 
 METRICS = (
     "total",
+    "restart",
     "until_start",
     "detect",
     "stop",
@@ -21,7 +22,8 @@ METRICS = (
     "load",
     "first_step",
 )
-"""In the order in which they are shown. ``until_start`` is the sum of detect, stop, form and start."""
+"""In the order in which they are shown. ``until_start`` is the sum of detect, stop, form and start;
+``restart`` is that and ``import``: until the user's code runs again on every rank, all imports done."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Process:
     """Step of the checkpoint that it loaded, 0 if there was none."""
     first_step: float | None = None
     last_step: int = 0
+    last_mark: float = 0.0
+    """When it was last heard of."""
 
 
 def read_processes(folder: Path) -> list[Process]:
@@ -56,6 +60,7 @@ def parse_process(lines: Iterable[str]) -> Process | None:
     identity: dict[str, object] | None = None
     times: dict[str, float] = {}
     resumed_at = last_step = 0
+    last_mark = 0.0
     for line in lines:
         try:
             mark = json.loads(line)
@@ -68,7 +73,8 @@ def parse_process(lines: Iterable[str]) -> Process | None:
             resumed_at = mark["step"]
         elif phase == "step":
             last_step = mark["step"]
-        times.setdefault(phase, mark["t"])  # of the steps, the first
+        last_mark = mark["t"]
+        times.setdefault(phase, last_mark)  # of the steps, the first
     if identity is None:
         return None
     return Process(
@@ -84,6 +90,7 @@ def parse_process(lines: Iterable[str]) -> Process | None:
         resumed_at=resumed_at,
         first_step=times.get("step"),
         last_step=last_step,
+        last_mark=last_mark,
     )
 
 
@@ -152,7 +159,11 @@ def phases(killed_at: float, group: Sequence[Process], journal: JournalTimes | N
         "load": last(p.loaded for p in group),
         "first_step": last(p.first_step for p in group),
     }
-    seconds = {"total": ends["first_step"] - killed_at, "until_start": main - killed_at}
+    seconds = {
+        "total": ends["first_step"] - killed_at,
+        "restart": ends["import"] - killed_at,
+        "until_start": main - killed_at,
+    }
     if journal is not None:
         seconds["detect"] = journal.fault_detected - killed_at
         seconds["stop"] = journal.workers_stopped - journal.fault_detected

@@ -111,16 +111,16 @@ def _break_and_wait(
     time.sleep(jitter_s)
     try:
         victim = faults.pick_victim(running, keep=place.nodes[0])
-        killed_at = faults.strike(case, victim, cluster)
+        struck_at = faults.strike(case, victim, cluster)
     except FaultError as error:
         return Outcome(case, contender.who, why_not=str(error), measured=False)
 
     def recovered() -> list[marks.Process] | None:
-        return marks.whole_group(marks.read_processes(place.marks), after=killed_at)
+        return marks.whole_group(marks.read_processes(place.marks), after=struck_at)
 
     until = bounds.within(bounds.recovery_s)
     group = _wait(recovered, launch, until)
-    waited = time.time() - killed_at
+    waited = time.time() - struck_at
     if not group and launch.process.poll() is None and waited < bounds.recovery_s - 1.0:
         why = f"there was no time left to wait longer than {waited:.0f} s for it"
         return Outcome(case, contender.who, why_not=why, measured=False)
@@ -129,8 +129,19 @@ def _break_and_wait(
     if min(process.resumed_at for process in group) == 0:
         return Outcome(case, contender.who, why_not="began again at step 0 instead of its checkpoint")
     journal = place.run_dir / "journal.jsonl"
-    times = marks.journal_times(read_journal(journal), killed_at) if journal.exists() else None
-    return Outcome(case, contender.who, marks.phases(killed_at, group, times))
+    times = marks.journal_times(read_journal(journal), struck_at) if journal.exists() else None
+    return Outcome(
+        case, contender.who, marks.phases(known_from(case, struck_at, victim, place), group, times)
+    )
+
+
+def known_from(case: Case, struck_at: float, victim: marks.Process, place: Place) -> float:
+    """Return when a launcher could know of the fault: of a hang, when the victim's time-out has passed."""
+    if case.heartbeat_s is None:
+        return struck_at
+    same = (victim.pid_ns, victim.pid)
+    found = next(p for p in marks.read_processes(place.marks) if (p.pid_ns, p.pid) == same)
+    return found.last_mark + case.heartbeat_s
 
 
 def _wait(condition: Callable[[], _Answer], launch: Launch, until: float) -> _Answer:
