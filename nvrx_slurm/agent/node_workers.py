@@ -212,7 +212,6 @@ class NodeWorkers:
         """Send ``sig``; when all ranks have ended or the time is over, SIGKILL what is left, orphans too."""
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
-        gpus_left: list[msg.GpuMemoryLeft] = []
         if self._recovering is not None:
             await self._cleared.wait()
         elif self._launched_by is self._server:
@@ -233,8 +232,8 @@ class NodeWorkers:
                     await asyncio.wait_for(self._all_exited.wait(), left)
             self._server.kill_everything()
             await self._cleared.wait()
-            gpus_left = await self._gpus.reclaim(cycle.monitors.pids)
         # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
+        gpus_left = await self._gpus.reclaim(cycle.monitors.pids)
         self._reports.flush()
         self._tell_step(cycle)
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled, gpus_left=gpus_left))
@@ -262,7 +261,6 @@ class NodeWorkers:
     async def close(self) -> None:
         """Leave no process, without grace."""
         self._gpus.close()
-        await self._hang_records.close()
         for task in (self._stopping, self._recovering, self._progress, self._launching):
             if task is not None:
                 task.cancel()
@@ -271,6 +269,7 @@ class NodeWorkers:
         self._server.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._server.wait(), _KILL_TIMEOUT_S)
+        await self._hang_records.close()
         if self._socket is not None:
             self._socket.close()
         self._oom.close()
