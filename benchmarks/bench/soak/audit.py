@@ -24,7 +24,8 @@ _ORDER = (CycleStarted, RankReady, FirstStep, FaultDetected, WorkersStopped, Ver
 """Of one cycle; any may be missing, faults may be several and come at any time after the start."""
 _GROWTH_SHARE = 4
 """The first and the last of so many parts of the run are compared."""
-_MORE_DESCRIPTORS = 4
+_MORE_DESCRIPTORS = 16
+"""A new agent for a node that lost its own comes with an srun, which the Coordinator reads from."""
 _MORE_RSS = 1.25
 
 

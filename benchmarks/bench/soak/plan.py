@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class Kind(str, enum.Enum):
                 return frozenset({FaultKind.NODE_LOST})
 
     @property
+    def costs_agent(self) -> bool:
+        """The node loses its agent, and gets a new one."""
+        return self in (Kind.AGENT_SIGKILL, Kind.GUARDIAN_SIGKILL)
+
+    @property
     def ordered(self) -> bool:
         """The rank does it to itself, told by a file."""
         return self in (
@@ -81,19 +87,24 @@ class Strike:
 def draw(seed: int, faults: int, world: int, kinds: Sequence[Kind], losses: int) -> tuple[Strike, ...]:
     """Return ``faults`` strikes in order, ``losses`` of them lost nodes if :attr:`Kind.NODE_LOST` is drawn.
 
-    Every other kind comes about equally often.
+    Every other kind comes about equally often, but a node must not lose its agent so often that it is left
+    out: there are no more of those than ranks.
     """
     dice = random.Random(seed)
-    others = [kind for kind in kinds if kind is not Kind.NODE_LOST]
-    losses = min(losses, faults) if Kind.NODE_LOST in kinds else 0
-    drawn = [Kind.NODE_LOST] * losses
-    drawn += [others[number % len(others)] for number in range(faults - losses)] if others else []
+    rare = [kind for kind in kinds if kind.costs_agent]
+    others = [kind for kind in kinds if kind is not Kind.NODE_LOST and not kind.costs_agent]
+    drawn = [Kind.NODE_LOST] * min(losses, faults) if Kind.NODE_LOST in kinds else []
+    few = min(world, faults - len(drawn)) if others else faults - len(drawn)
+    few = min(few, faults * len(rare) // len(kinds) + 1)
+    drawn += [rare[number % len(rare)] for number in range(few)] if rare else []
+    drawn += [others[number % len(others)] for number in range(faults - len(drawn))] if others else []
     dice.shuffle(drawn)
+    turn = itertools.cycle(dice.sample(range(world), world))
     return tuple(
         Strike(
             kind=kind,
             step=number * STEPS_BETWEEN + dice.randint(STEPS_BETWEEN // 2, STEPS_BETWEEN),
-            rank=dice.randrange(world),
+            rank=next(turn) if kind.costs_agent else dice.randrange(world),
             again_after_s=dice.uniform(0, _AGAIN_WITHIN_S) if dice.random() < _AGAIN_SHARE else None,
         )
         for number, kind in enumerate(drawn)
