@@ -40,8 +40,9 @@ _KILL_TIMEOUT_S = 5.0
 _SERVER_INTERVAL_S = 1.0
 """Worker servers are not started more often."""
 _MAX_REASONS = 4
-_FAILED_GRACE_S = 1.0
-"""From the end of a rank's main thread to its exit: within it nobody has waited in vain."""
+_FAILED_GRACE_S = 0.1
+"""From the failure of a rank's main thread to its exit. An interpreter that has torch and a process group in
+it takes up to a second to end, and the other ranks would wait for that."""
 _LIVES_ON = "its main thread has failed, but threads or exit handlers keep its process"
 
 

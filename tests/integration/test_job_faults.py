@@ -498,7 +498,7 @@ def test_a_rank_whose_main_thread_failed_but_that_lives_on_is_a_fault(
     assert isinstance(event, journal.FaultDetected)
     assert (event.kind, event.rank, event.exit) == (journal.FaultKind.EXIT, 1, code)
     assert "its main thread has failed, but threads or exit handlers keep its process" in event.detail
-    assert fault.ts - float(run.wait_for_file("failed")) < 2
+    assert fault.ts - float(run.wait_for_file("failed")) < 1
     assert run.log("rank_1", cycle=1) == "fine\n"
     assert run.nothing_is_left()
 
