@@ -94,10 +94,11 @@ def draw(seed: int, faults: int, world: int, kinds: Sequence[Kind], losses: int)
     rare = [kind for kind in kinds if kind.costs_agent]
     others = [kind for kind in kinds if kind is not Kind.NODE_LOST and not kind.costs_agent]
     drawn = [Kind.NODE_LOST] * min(losses, faults) if Kind.NODE_LOST in kinds else []
-    few = min(world, faults - len(drawn)) if others else faults - len(drawn)
-    few = min(few, faults * len(rare) // len(kinds) + 1)
+    left = faults - len(drawn)
+    few = min(world, left * len(rare) // (len(rare) + len(others))) if others else left
     drawn += [rare[number % len(rare)] for number in range(few)] if rare else []
-    drawn += [others[number % len(others)] for number in range(faults - len(drawn))] if others else []
+    left = faults - len(drawn)
+    drawn += [others[number % len(others)] for number in range(left)] if others else []
     dice.shuffle(drawn)
     turn = itertools.cycle(dice.sample(range(world), world))
     return tuple(
