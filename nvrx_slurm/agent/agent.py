@@ -18,12 +18,14 @@ import msgspec
 
 from nvrx_slurm.agent import pulse
 from nvrx_slurm.agent.environment import SlotsError, resolve_slots
+from nvrx_slurm.agent.health_watch import HealthWatch
 from nvrx_slurm.agent.location import DomainError, Fabric, NvmlFabric, find_domain, locate
 from nvrx_slurm.agent.node_workers import NodeWorkers
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.agent.private_places import staging_place
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
+from nvrx_slurm.wire.node_options import NodeOptions
 
 _log = logging.getLogger(__name__)
 
@@ -216,19 +218,28 @@ class Agent:
         self, control: _Control, welcome: msg.Welcome, joined: msg.Joined, output: OutputPump
     ) -> int:
         assert self._signalled is not None
-        slots = joined.slots
         writing = asyncio.create_task(self._write(control))
         config = self._config
+        health = self._watch_health(welcome.node)
         workers = NodeWorkers(
-            config.node, welcome, slots, config.private_dir, config.environ, output, self._outbox.put_nowait
+            config.node,
+            welcome,
+            joined.slots,
+            config.private_dir,
+            config.environ,
+            output,
+            self._outbox.put_nowait,
+            health,
         )
-        self._outbox.put_nowait(joined)
+        joining = asyncio.create_task(self._join(joined, health))
         self._reading = reading = asyncio.create_task(self._read(control, workers))
         try:
             waited: set[asyncio.Future[Any]] = {reading, writing, self._signalled}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if self._signalled.done() and not reading.done():
                 received = self._signalled.result()
+                joining.cancel()
+                await asyncio.wait({joining})
                 self._outbox.put_nowait(
                     msg.Leaving(why=f"the agent received {received.name}", by_signal=True)
                 )
@@ -237,10 +248,29 @@ class Agent:
             return await reading if reading.done() else EXIT_COORDINATOR_GONE
         finally:
             self._closing = True
+            joining.cancel()
             await workers.close()
+            if health is not None:
+                await health.close()
             self._outbox.put_nowait(None)
             await asyncio.wait({writing}, timeout=1.0)
             writing.cancel()
+
+    async def _join(self, joined: msg.Joined, health: HealthWatch | None) -> None:
+        """Tell the Coordinator that this node can be used, and what its checks say if they say it in time."""
+        verdict = None
+        try:
+            if health is not None:
+                verdict = await health.first_verdict()
+        finally:
+            # First of all, even if the agent goes again at once.
+            self._outbox.put_nowait(msgspec.structs.replace(joined, health=verdict))
+
+    def _watch_health(self, options: NodeOptions) -> HealthWatch | None:
+        if not options.health:
+            return None
+        state, environ = self._config.private_dir / "health", self._config.environ
+        return HealthWatch(options.health_config, state, environ, self._outbox.put_nowait)
 
     async def _stop_for(
         self, received: signal.Signals, workers: NodeWorkers, reading: asyncio.Task[int]

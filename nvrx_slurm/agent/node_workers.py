@@ -23,6 +23,7 @@ from nvrx_slurm.agent.error_file import error_path, read_error
 from nvrx_slurm.agent.evidence import find_py_spy
 from nvrx_slurm.agent.flight_recorder import prefix_environment
 from nvrx_slurm.agent.hang_records import HangRecords
+from nvrx_slurm.agent.health_watch import RESTART_BUDGET_S, HealthWatch
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.node_gpus import NodeGpus
 from nvrx_slurm.agent.oom import OomWatch
@@ -61,8 +62,11 @@ class NodeWorkers:
         environ: Mapping[str, str],
         output: OutputPump,
         say: Callable[[msg.AgentMessage], None],
+        health: HealthWatch | None = None,
     ) -> None:
         """Start the worker server. Needs a running event loop.
+
+        ``health`` is asked for a fresh verdict whenever a cycle is stopped.
 
         Raises:
             OSError: no process can be started.
@@ -75,6 +79,7 @@ class NodeWorkers:
         self._environ = server_environment(environ, welcome, slots)
         self._output = output
         self._say = say
+        self._health = health
         self._reports = RankReports(say, self._on_failed)
         self._hang_records = HangRecords(node, welcome, find_py_spy(environ.get("PATH")), say)
         self._gpus = NodeGpus(environ, welcome.node, slots)
@@ -207,10 +212,13 @@ class NodeWorkers:
         cycle.stop_deadline = max(cycle.stop_deadline, time.monotonic() + grace)
         if not cycle.stopping:
             cycle.stopping = True
+            if self._health is not None:
+                self._health.refresh()
             self._stopping = asyncio.create_task(self._stop(cycle, hung, sig))
 
     async def _stop(self, cycle: LocalCycle, hung: Sequence[int], sig: signal.Signals) -> None:
         """Send ``sig``; when all ranks have ended or the time is over, SIGKILL what is left, orphans too."""
+        began = time.monotonic()
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
         if self._recovering is not None:
@@ -237,6 +245,8 @@ class NodeWorkers:
         gpus_left = await self._gpus.reclaim(cycle.monitors.pids)
         self._reports.flush()
         self._tell_step(cycle)
+        if self._health is not None:
+            await self._health.settle(began + RESTART_BUDGET_S - time.monotonic())
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled, gpus_left=gpus_left))
 
     async def stop(self, sig: signal.Signals = signal.SIGTERM, grace_s: float | None = None) -> None:

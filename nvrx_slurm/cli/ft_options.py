@@ -33,10 +33,12 @@ _KEYS = {
     "checkpoint_iteration_file": "checkpoint_iteration_file",
     "cycle_info_dir": "cycle_info_dir",
     "per_cycle_applog_prefix": "per_cycle_applog_prefix",
+    "health": "health_checks",
+    "health_config": "health_config",
 }
 """Parameter to key of the configuration."""
 
-_SWITCHES = {"calc_ft_timeouts", "numa_bind_strict", "install_exception_hook"}
+_SWITCHES = {"calc_ft_timeouts", "numa_bind_strict", "install_exception_hook", "health_checks"}
 _ON_OFF = click.Choice(["on", "off", "true", "false"], case_sensitive=False)
 
 _OPTIONS = [
@@ -162,6 +164,18 @@ _OPTIONS = [
         help="Write all output to PREFIX_cycle<N>.log too, each line with its rank.",
     ),
     click.option(
+        "--health",
+        type=_ON_OFF,
+        metavar="on|off",
+        help="Nodes check themselves before the first cycle, between cycles and now and then; one that fails "
+        "leaves the job.  [default: on]",
+    ),
+    click.option(
+        "--health-config",
+        type=click.Path(path_type=Path),
+        help="What they check, and with which thresholds.  [default: /etc/nvrx/health.yaml, if it is there]",
+    ),
+    click.option(
         "--ft-config",
         "--ft-cfg-path",
         "ft_config",
@@ -192,9 +206,22 @@ def fault_tolerance_options(command: _F) -> _F:
             config = build_config(("command line", chosen), *file)
         except ConfigError as error:
             raise click.UsageError(str(error)) from error
+        if config.health_checks and config.health_config is not None:
+            _check_health_config(config.health_config)
         return command(*args, fault_tolerance=config, **kwargs)
 
     decorated: Any = with_config
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     return decorated  # type: ignore[no-any-return]
+
+
+def _check_health_config(path: Path) -> None:
+    """Refuse here what every node would stumble over."""
+    from nvrx_slurm.health.config import ConfigError, load_config
+    from nvrx_slurm.health.registry import all_checks
+
+    try:
+        load_config(path, all_checks())
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error

@@ -24,8 +24,8 @@ class Blame:
 def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
     """Return the fault of a cycle that explains the others; among equals the first that was seen.
 
-    A lost node, and one that a rank wants out, explains everything; a signal that a cascade does not send
-    explains exceptions on other ranks.
+    A node that is lost, that is broken, or that a rank wants out explains everything; a signal that a cascade
+    does not send explains exceptions on other ranks.
 
     Raises:
         ValueError: no faults.
@@ -36,6 +36,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
     rule = {
         FaultKind.NODE_LOST: "node-lost",
         FaultKind.REQUEST: "asked-for",
+        FaultKind.UNHEALTHY: "unhealthy-node",
         FaultKind.HANG: "hang",
         FaultKind.OOM: "out-of-memory",
         FaultKind.SIGNAL: "killed-by-signal",
@@ -47,7 +48,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
 
 def _order(fault: FaultDetected) -> int:
     match fault.kind:
-        case FaultKind.NODE_LOST | FaultKind.REQUEST:
+        case FaultKind.NODE_LOST | FaultKind.REQUEST | FaultKind.UNHEALTHY:
             return 0
         case FaultKind.HANG:
             return 1
@@ -95,6 +96,8 @@ def describe(fault: FaultDetected) -> str:
             text = f"{where} exited with {fault.exit}"
         case FaultKind.REQUEST:
             text = f"{where} asked to exclude its node"
+        case FaultKind.UNHEALTHY:
+            text = f"node {fault.node} is unhealthy"
     return f"{text} ({fault.detail})" if fault.detail else text
 
 

@@ -32,6 +32,11 @@ def line_for(record: Record) -> str | None:
                 f"{event.node}: {event.used_mb:.0f} MiB of {event.gpu} are still in use after"
                 f" {event.waited_s:g} s{holders}: going on"
             )
+        case journal.HealthChecked(status="fail") as event:
+            failed = [finding for finding in event.findings if finding.failed]
+            return f"node {event.node}: {'; '.join(map(_say_finding, failed))}"
+        case journal.HealthDisbelieved() as event:
+            return f"WARNING: check {event.check} fails on most of {event.nodes} nodes: not held against them"
         case journal.NodeLost() as event:
             return f"node {event.node} is gone: {event.why}"
         case journal.NodeJoined() as event if event.returned:
@@ -67,3 +72,8 @@ def line_for(record: Record) -> str | None:
             return f"ends with exit code {event.code}: {event.why}"
         case _:
             return None
+
+
+def _say_finding(finding: journal.HealthFinding) -> str:
+    scope = "" if finding.scope == "node" else f" {finding.scope}"
+    return f"{finding.check}{scope}: {finding.evidence}"

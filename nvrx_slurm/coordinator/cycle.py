@@ -50,6 +50,7 @@ from nvrx_slurm.coordinator.steps import (
     End,
     Event,
     IterationRead,
+    NodeHealth,
     NodeJoined,
     NodeLeaving,
     NodeLost,
@@ -76,6 +77,7 @@ from nvrx_slurm.coordinator.steps import (
     Write,
 )
 from nvrx_slurm.coordinator.suspects import Suspects
+from nvrx_slurm.coordinator.unhealthy import Unhealthy
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 
@@ -115,6 +117,7 @@ class CycleMachine:
         self._scoring = Scoring(
             self.budget.progress, policy.limits, policy.has_iteration_file, self._suspects.note_progress
         )
+        self._unhealthy = Unhealthy()
         self._fruits = Fruits()
         self._current = RunningCycle()
         self._grace_over = False
@@ -173,6 +176,8 @@ class CycleMachine:
         match event:
             case NodeJoined():
                 self._joined(event)
+            case NodeHealth():
+                self._health_told(event)
             case NodeUnusable():
                 self._unusable(event)
             case NodeLeaving():
@@ -303,6 +308,35 @@ class CycleMachine:
         if self.phase is Phase.FORMING:
             self._form()
 
+    def _health_told(self, event: NodeHealth) -> None:
+        """Note it for the next cycle; a node that no rank can use any more stops the running one."""
+        self._unhealthy.note(event.node, event.complaint)
+        if event.complaint is None or not self.members.is_connected(event.node):
+            return
+        if self.phase is Phase.FORMING:
+            self._form()
+        elif self.phase in _AT_WORK and event.node not in self._current:
+            self._exclude_unhealthy(among=(event.node,))
+        elif self.phase in _AT_WORK and event.complaint.node_lost and self._current.needs(event.node):
+            self._fault(
+                FaultDetected(
+                    kind=FaultKind.UNHEALTHY,
+                    node=event.node,
+                    detector="health",
+                    detail=event.complaint.what,
+                )
+            )
+
+    def _exclude_unhealthy(self, among: tuple[str, ...] | None = None) -> None:
+        """Leave out the nodes whose checks fail, unless they fail on most nodes."""
+        connected = self.members.usable
+        for node, what in self._unhealthy.believed(connected).items():
+            if among is None or node in among:
+                self._exclude(node, what)
+                self._do(Disconnect(node, what))
+        for check in self._unhealthy.tell_once(connected):
+            self._write(journal.HealthDisbelieved(check=check, nodes=len(connected)))
+
     def _leaving(self, event: NodeLeaving) -> None:
         if not self.members.is_connected(event.node):
             return
@@ -393,6 +427,8 @@ class CycleMachine:
         if self._draining:
             self._end(EXIT_RESTART_ELSEWHERE, "asked to stop before a new cycle could begin")
             return
+        if not self._awaits_more:
+            self._exclude_unhealthy()
         if not self.active and not members.expects_more and members.lacks_domains:
             self._end(
                 EXIT_USAGE,
@@ -407,12 +443,17 @@ class CycleMachine:
             return
         if members.usable_count < policy.active_nodes:
             return
-        if members.expects_more and not self._grace_over and self.budget.restarts == 0:
+        if self._awaits_more:
             self._do(Arm(Timer.FORM_GRACE, policy.form_grace_s))
             return
         nodes = members.choose(self.active)
         if nodes is not None:
             self._start_cycle(nodes)
+
+    @property
+    def _awaits_more(self) -> bool:
+        """Tell whether nodes may still come that would stay spares if the first cycle began now."""
+        return self.members.expects_more and not self._grace_over and self.budget.restarts == 0
 
     def _start_cycle(self, nodes: tuple[str, ...]) -> None:
         trouble = "" if self._topology_told else self.members.topology.trouble
@@ -544,6 +585,8 @@ class CycleMachine:
     def _all_stopped(self) -> None:
         self._do(Disarm(Timer.STOP))
         self._exclude_as_asked()
+        if self._ending is None:
+            self._exclude_unhealthy()
         self._measure()
         shortage = self.members.shortage(self.active)
         ask_slurm = shortage is not None and self._left_by_signal

@@ -37,6 +37,7 @@ from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.coordinator.store import RendezvousStores, StoreError
 from nvrx_slurm.coordinator.terminal import Terminal
 from nvrx_slurm.coordinator.time_limit import watch_time_limit
+from nvrx_slurm.coordinator.unhealthy import complaint_of, health_event
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.slurm import (
@@ -314,6 +315,8 @@ class JobRunner:
     def joined(self, node: str, joined: msg.Joined, address: str) -> None:
         if self._returns is not None:
             self._returns.joined(node, address)
+        if joined.health is not None:
+            self._health_told(node, joined.health)
         self._feed(steps.NodeJoined(node, joined.slots, joined.place, joined.location))
 
     def unusable(self, node: str, why: str) -> None:
@@ -344,6 +347,8 @@ class JobRunner:
                 self._feed(steps.NodeStepping(node, m.cycle, m.step))
             case msg.ControlRequest() as m:
                 self._feed(steps.ControlRequested(node, m.cycle, m.rank, m.action, m.why))
+            case msg.NodeHealth() as m:
+                self._health_told(node, m)
             case msg.Leaving() as m:
                 self._feed(steps.NodeLeaving(node, m.why, m.by_signal))
             case msg.HangEvidence() as m:
@@ -381,6 +386,10 @@ class JobRunner:
             case msg.CheckpointReport():
                 self._record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
                 self._feed(steps.CheckpointLoaded(node, m.cycle, m.step))
+
+    def _health_told(self, node: str, health: msg.NodeHealth) -> None:
+        self._record(health_event(node, health))
+        self._feed(steps.NodeHealth(node, complaint_of(health.findings)))
 
     def _timeouts_calculated(self, node: str, m: msg.TimeoutsCalculated) -> None:
         """Later cycles begin with them, and later jobs if they are to be kept."""

@@ -156,7 +156,8 @@ class Progress:
 
     def _early_end(self, signs: Signs, culprit: FaultDetected, seconds: float) -> str:
         """Return how the program failed before any step; empty: it came further, or others made it fail."""
-        by_others = culprit.kind in (FaultKind.NODE_LOST, FaultKind.REQUEST) or culprit.detector == "store"
+        others = (FaultKind.NODE_LOST, FaultKind.UNHEALTHY, FaultKind.REQUEST)
+        by_others = culprit.kind in others or culprit.detector == "store"
         if signs.trained or by_others:
             return ""
         # A client would have told of a step; without one only a failure soon after the start is plain.

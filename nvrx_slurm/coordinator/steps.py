@@ -6,6 +6,7 @@ import enum
 import signal
 from dataclasses import dataclass
 
+from nvrx_slurm.coordinator.unhealthy import Complaint
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.wire.messages import UNKNOWN_LOCATION, NodeLocation, RankSnapshot
 from nvrx_slurm.wire.rank_channel import WorkloadAction
@@ -32,6 +33,15 @@ class NodeJoined:
     place: int | None = None
     """Where it wants to stand; see :meth:`Membership.admit`."""
     location: NodeLocation = UNKNOWN_LOCATION
+
+
+@dataclass(frozen=True)
+class NodeHealth:
+    """What the node's own checks say now. The machine hears the first verdict before :class:`NodeJoined`."""
+
+    node: str
+    complaint: Complaint | None
+    """None: nothing, or nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,7 @@ class TimerFired:
 
 Event = (
     NodeJoined
+    | NodeHealth
     | NodeUnusable
     | NodeLeaving
     | NodeLost

@@ -55,6 +55,10 @@ class FaultToleranceConfig:
     """Where one JSON file per cycle tells watchers of it."""
     per_cycle_applog_prefix: Path | None = None
     """All output of a cycle goes to a file of this name with ``_cycle<N>``, too."""
+    health_checks: bool = NodeOptions().health
+    """Nodes look at themselves; one that is broken leaves the job."""
+    health_config: Path | None = None
+    """On every node; None: ``/etc/nvrx/health.yaml``, where it is there."""
 
     def monitoring(self) -> Monitoring:
         """Return what ranks and monitors are told."""
@@ -79,6 +83,8 @@ class FaultToleranceConfig:
             gpu_memory_tolerance_mb=self.gpu_memory_tolerance_mb,
             numa_bind=self.numa_bind,
             numa_bind_strict=self.numa_bind_strict,
+            health=self.health_checks,
+            health_config="" if self.health_config is None else str(self.health_config),
         )
 
     @classmethod
@@ -237,6 +243,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "checkpoint_iteration_file": _path,
     "cycle_info_dir": _path,
     "per_cycle_applog_prefix": _path,
+    "health_checks": _switch,
+    "health_config": _path,
 }
 assert set(_PARSERS) == {key.name for key in fields(FaultToleranceConfig)}
 

@@ -3,6 +3,7 @@
 ::
 
     budget_s: 10
+    job_interval_s: 60
     state_dir: /var/lib/nvrx/health
     checks:
       gpu-throttle: off
@@ -28,7 +29,8 @@ from nvrx_slurm.health.registry import Check, Settings
 DEFAULT_PATH = Path("/etc/nvrx/health.yaml")
 DEFAULT_STATE_DIR = Path("/var/lib/nvrx/health")
 DEFAULT_BUDGET_S = 10.0
-_KEYS = ("budget_s", "state_dir", "checks")
+DEFAULT_JOB_INTERVAL_S = 60.0
+_KEYS = ("budget_s", "job_interval_s", "state_dir", "checks")
 
 
 class ConfigError(ValueError):
@@ -40,6 +42,8 @@ class HealthConfig:
     """What the site decided; checks without an entry have their defaults."""
 
     budget_s: float = DEFAULT_BUDGET_S
+    job_interval_s: float = DEFAULT_JOB_INTERVAL_S
+    """How often the nodes of a job look at themselves beside its training."""
     state_dir: Path = DEFAULT_STATE_DIR
     checks: Mapping[str, Settings] = field(default_factory=dict)
 
@@ -96,6 +100,7 @@ def parse_config(text: str, name: str, checks: Mapping[str, Check]) -> HealthCon
     given = _mapping(top.get("checks") or {}, f"{name}: checks", checks)
     return HealthConfig(
         budget_s=_number(top.get("budget_s", DEFAULT_BUDGET_S), f"{name}: budget_s"),
+        job_interval_s=_number(top.get("job_interval_s", DEFAULT_JOB_INTERVAL_S), f"{name}: job_interval_s"),
         state_dir=_directory(top.get("state_dir", str(DEFAULT_STATE_DIR)), f"{name}: state_dir"),
         checks={
             check: _settings(value, checks[check], f"{name}: checks: {check}")

@@ -30,6 +30,8 @@ class FaultKind(str, enum.Enum):
     """A node's agent is gone: power, network, or the agent itself."""
     START = "start"
     """A node could not start its workers."""
+    UNHEALTHY = "unhealthy"
+    """A node's own checks say that no rank there can go on."""
     REQUEST = "request"
     """A rank asked for its node to be left out."""
 
@@ -70,6 +72,37 @@ class NodeJoined(Event, frozen=True, tag="node_joined"):
     """Workers that this node runs when it is active."""
     returned: bool = False
     """It had been lost before, and has a new agent now."""
+
+
+class HealthFinding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that a check of a node warned of, or held to be broken."""
+
+    check: str
+    scope: str = "node"
+    """``node``, or a part of it: ``gpu 3``."""
+    failed: bool = False
+    """False: a warning."""
+    evidence: str = ""
+    remedy: str = ""
+
+
+class HealthChecked(Event, frozen=True, tag="health_checked"):
+    """What a node's own checks said: its first verdict, and every other one later."""
+
+    node: str
+    status: str
+    """``ok``, ``warn``, ``fail``."""
+    seconds: float
+    """How long the checks took."""
+    findings: list[HealthFinding] = []
+
+
+class HealthDisbelieved(Event, frozen=True, tag="health_disbelieved"):
+    """A check fails on most nodes, so it is not them: they stay."""
+
+    check: str
+    nodes: int
+    """How many were there."""
 
 
 class NodeLost(Event, frozen=True, tag="node_lost"):
@@ -319,6 +352,8 @@ class NotRequeued(Event, frozen=True, tag="not_requeued"):
 AnyEvent = (
     JobStarted
     | NodeJoined
+    | HealthChecked
+    | HealthDisbelieved
     | NodeLost
     | NodeGivenUp
     | TopologyIgnored

@@ -95,6 +95,7 @@ class MomentKind(str, enum.Enum):
     NODE_EXCLUDED = "node_excluded"
     NODE_SUSPECTED = "node_suspected"
     TOPOLOGY_IGNORED = "topology_ignored"
+    HEALTH = "health_checked"
     CYCLE_STARTED = "cycle_started"
     COLD_START = "cold_start"
     TRACES_KEPT = "traces_kept"

@@ -14,6 +14,8 @@ from nvrx_slurm.journal import (
     FirstStep,
     GpuMemoryLeft,
     HangEvidence,
+    HealthChecked,
+    HealthDisbelieved,
     JobEnded,
     JobStarted,
     NodeExcluded,
@@ -54,6 +56,7 @@ from nvrx_slurm.report.words import (
     say_evidence,
     say_fault,
     say_gpu_memory,
+    say_health,
     say_traces,
     what_happened,
 )
@@ -96,6 +99,7 @@ class _Teller:
         self._told_cascade: set[tuple[int, str]] = set()
         self._told_load: dict[int, int] = {}
         self._out: set[str] = set()
+        self._complained: set[str] = set()
         self._began = False
         order = {id(cycle): index for index, cycle in enumerate(report.cycles)}
         self._before = {
@@ -135,6 +139,14 @@ class _Teller:
                 yield MomentKind.CONTROL_REQUESTED, _say_control(event)
             case CycleScored(progressed=False) as event:
                 yield MomentKind.NO_PROGRESS, _say_no_progress(event, entry.record.cycle)
+            case HealthChecked(findings=findings) as event if findings or event.node in self._complained:
+                self._complained.add(event.node)
+                yield MomentKind.HEALTH, f"{clean(event.node)} {say_health(event)}"
+            case HealthDisbelieved(check=check, nodes=nodes):
+                text = f"{clean(check)} fails on most of {nodes} nodes: not held against them"
+                yield MomentKind.HEALTH, text
+            case StopRequested(signal=signal):
+                yield MomentKind.STOP_REQUESTED, f"asked to stop by {clean(signal)}"
             case JobEnded(code=code, why=why):
                 yield MomentKind.JOB_ENDED, f"code {code}: {clean(why)}"
             case Requeued() as event:

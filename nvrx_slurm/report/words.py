@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, TracesKept
+from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, TracesKept
 from nvrx_slurm.report.model import Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
@@ -106,6 +106,8 @@ def what_happened(fault: Cause | SeenFault) -> str:
             return "workers did not start"
         case FaultKind.REQUEST:
             return "asked to exclude its node"
+        case FaultKind.UNHEALTHY:
+            return "unhealthy"
         case None:
             return "failed"
 
@@ -191,6 +193,17 @@ def say_gpu_memory(event: GpuMemoryLeft) -> str:
     held = ", ".join(map(clean, event.processes)) or "a process that the driver does not name"
     text = f"{event.used_mb:.0f} MiB of {clean(event.gpu)} on {clean(event.node)} still in use"
     return f"{text} after {plain_seconds(event.waited_s)}, held by {held}"
+
+
+def say_health(event: HealthChecked) -> str:
+    """Say what a node's checks found: ``is unhealthy: gpu-lost gpu 3: fallen off the bus``."""
+    said = [
+        f"{clean(finding.check)}{'' if finding.scope == 'node' else ' ' + clean(finding.scope)}:"
+        f" {clean(finding.evidence)}"
+        for finding in event.findings
+    ]
+    word = {"ok": "is healthy again", "warn": "has warnings"}.get(event.status, "is unhealthy")
+    return f"{word}: {'; '.join(said)}" if said else word
 
 
 def say_out(out: NodeOut, what: str) -> str:

@@ -96,6 +96,29 @@ class Hello(Message, frozen=True):
     """``job.restart.attempt``; an agent of an older one is refused."""
 
 
+class HealthFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a check of the node warns of, or holds to be broken."""
+
+    check: str
+    scope: str
+    """``node``, or a part of it: ``gpu 3``."""
+    failed: bool
+    """False: a warning."""
+    evidence: str
+    remedy: str = ""
+    node_lost: bool = False
+    """No rank of the node can go on."""
+
+
+class NodeHealth(Message, frozen=True):
+    """What the node's checks say, sent when it is something else than the last time."""
+
+    findings: list[HealthFinding]
+    """Empty: nothing to complain about."""
+    seconds: float
+    """How long the checks took."""
+
+
 class Joined(Message, frozen=True):
     """Answer to :class:`Welcome`: the node can be used."""
 
@@ -104,6 +127,8 @@ class Joined(Message, frozen=True):
     place: int | None = None
     """Where the node wants to stand among nodes that are not known beforehand; the lowest is preferred."""
     location: NodeLocation = UNKNOWN_LOCATION
+    health: NodeHealth | None = None
+    """The first verdict; None: the checks are not done yet, or are switched off."""
 
 
 class WorkersStarted(Message, frozen=True):
@@ -248,6 +273,7 @@ class Leaving(Message, frozen=True):
 AgentMessage = (
     Hello
     | Joined
+    | NodeHealth
     | WorkersStarted
     | StartFailed
     | RankExited

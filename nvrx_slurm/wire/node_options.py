@@ -20,3 +20,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bind each rank to the NUMA node of its GPU."""
     numa_bind_strict: bool = True
     """Its memory to this node, too, not only its CPUs."""
+    health: bool = True
+    """Look at the node's health: before its first cycle, between cycles and beside training."""
+    health_config: str = ""
+    """A file on the node; empty: ``/etc/nvrx/health.yaml``, if it is there."""

@@ -12,8 +12,12 @@ from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, LONG_ENOUGH_S
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.steps import Timer
+from nvrx_slurm.coordinator.unhealthy import Complaint
 from nvrx_slurm.journal import FaultKind
 from nvrx_slurm.wire.rank_channel import WorkloadAction
+
+NOT_ITS_OWN = (FaultKind.EXIT, FaultKind.OOM, FaultKind.REQUEST, FaultKind.UNHEALTHY)
+"""Faults that do not count against a node: its script's, or it is out for them anyway."""
 
 
 def what_failed(fault: journal.FaultDetected) -> tuple[str, str, str, int | None]:
@@ -49,6 +53,7 @@ class Referee:
         self.shut_down = False
         self.stuck = False
         self.wanted_out: set[str] = set()
+        self.complaints: dict[str, Complaint | None] = {}
         self.course = Course(policy)
         self.own_faults: Counter[str] = Counter(policy.past.faults)
         self.trials: dict[int, str] = {}
@@ -74,6 +79,8 @@ class Referee:
                     self.stopped.add(node)
                     self.leaving.discard(node)
                 self.never_heard_of.discard(node)
+            case steps.NodeHealth(node, complaint):
+                self.complaints[node] = complaint
             case steps.NodeUnusable(node):
                 self.never_heard_of.discard(node)
             case steps.NodeLost(node):
@@ -175,6 +182,11 @@ class Referee:
         assert what_failed(fault) not in map(what_failed, self.faults), f"journalled twice: {fault}"
         if fault.kind is FaultKind.NODE_LOST:
             assert not self.done(fault.node), "a node that has finished is not missed"
+        if fault.kind is FaultKind.UNHEALTHY:
+            complaint = self.complaints[fault.node]
+            assert complaint is not None
+            assert complaint.node_lost, "what training can go on with does not stop it"
+            assert not self.done(fault.node)
         if fault.kind is FaultKind.REQUEST:
             assert fault.node in self.wanted_out
         elif fault.rank is not None:
@@ -185,7 +197,7 @@ class Referee:
     def count_own_fault(self, verdict: journal.Verdict) -> None:
         for fault in self.faults:
             if (fault.node, fault.rank, fault.kind) == (verdict.node, verdict.rank, verdict.kind):
-                if fault.kind not in (FaultKind.EXIT, FaultKind.OOM, FaultKind.REQUEST):
+                if fault.kind not in NOT_ITS_OWN:
                     self.own_faults[fault.node] += 1
                     if fault.node in self.group and self.may_be_the_nodes(fault):
                         self.trials.pop(self.group.index(fault.node), None)
@@ -210,6 +222,7 @@ class Referee:
             assert node not in self.excluded, f"{node} is excluded"
             assert node not in self.leaving, f"{node} is leaving"
             assert node not in self.wanted_out, f"a rank wanted {node} out"
+            assert not self.is_broken(node), f"{node} says that it is broken"
         assert start.slots == self.slots > 0
         for place, node in enumerate(self.group):
             if node in self.connected and node not in self.leaving:
@@ -232,6 +245,18 @@ class Referee:
         self.course.begin_cycle(self.now)
         self.cycle, self.group = start.cycle, start.nodes
         self.stopped, self.exits, self.faults, self.verdicts = set(), {}, [], 0
+
+    def is_broken(self, node: str) -> bool:
+        """A node's own checks fail, and not on most nodes that could be used."""
+        complaint = self.complaints.get(node)
+        if complaint is None:
+            return False
+        alike = [
+            other
+            for other in self.usable()
+            if (said := self.complaints.get(other)) is not None and said.check == complaint.check
+        ]
+        return len(alike) < 2 or 2 * len(alike) <= len(self.usable())
 
     def usable(self) -> set[str]:
         return set(self.connected) - self.leaving - self.excluded

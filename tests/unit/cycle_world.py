@@ -20,6 +20,7 @@ from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.past import Past
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.steps import Timer
+from nvrx_slurm.coordinator.unhealthy import Complaint
 from nvrx_slurm.wire.messages import RankSnapshot
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 
@@ -313,6 +314,17 @@ class World:
             action = WorkloadAction.ShutdownWorkload if how % 6 == 0 else WorkloadAction.ExcludeThisNode
             self.feed(steps.ControlRequested(node, self.machine.cycle, rank, action, "a GPU is slow"))
 
+    def a_node_looks_at_itself(self, who: int, how: int) -> None:
+        """And finds one of two things broken, or nothing; one of the two on many nodes."""
+        node = one_of([*self.policy.nodes, "x1"], who)
+        found = [
+            None,
+            None,
+            Complaint("paths", "paths /scratch: no answer", node_lost=False),
+            Complaint("gpu-lost", "gpu-lost gpu 3: fallen off the bus", node_lost=True),
+        ]
+        self.feed(steps.NodeHealth(node, one_of(found, how)))
+
     def time_passes(self, _who: int, how: int) -> None:
         self.now += one_of([1.0, 100.0, 1000.0, 4000.0], how)
 
@@ -439,6 +451,7 @@ MOVES: dict[str, tuple[int, Callable[[World, int, int], None]]] = {
         (24, World.training_tells_a_step),
         (12, World.the_iteration_file_is_read),
         (3, World.a_rank_asks),
+        (4, World.a_node_looks_at_itself),
         (8, World.time_passes),
         (4, World.ranks_cannot_start),
         (10, World.a_timer_fires),

@@ -31,6 +31,25 @@ TOLD: list[tuple[AnyEvent, str]] = [
         journal.FaultDetected(kind=FaultKind.SIGNAL, node="n1", rank=3, signal="SIGKILL", detector="child"),
         "FAULT: rank 3 on n1 was killed by SIGKILL",
     ),
+    (
+        journal.HealthChecked(
+            node="n4",
+            status="fail",
+            seconds=0.1,
+            findings=[
+                journal.HealthFinding(
+                    check="gpu-lost", scope="gpu 3", failed=True, evidence="fallen off the bus"
+                ),
+                journal.HealthFinding(check="memory", evidence="little is left"),
+                journal.HealthFinding(check="lustre", failed=True, evidence="says 'NOT HEALTHY'"),
+            ],
+        ),
+        "node n4: gpu-lost gpu 3: fallen off the bus; lustre: says 'NOT HEALTHY'",
+    ),
+    (
+        journal.HealthDisbelieved(check="paths", nodes=4),
+        "WARNING: check paths fails on most of 4 nodes: not held against them",
+    ),
     (journal.NodeLost(node="n4", why="its connection broke"), "node n4 is gone: its connection broke"),
     (journal.NodeJoined(node="n4", slots=2, returned=True), "node n4 is back, with a new agent"),
     (
@@ -87,6 +106,10 @@ SILENT: list[AnyEvent] = [
     journal.Progress(step=3),
     journal.CycleScored(progressed=True, in_a_row=0, step=7),
     journal.NodeJoined(node="n1", slots=2),
+    journal.HealthChecked(node="n1", status="ok", seconds=0.1),
+    journal.HealthChecked(
+        node="n1", status="warn", seconds=0.1, findings=[journal.HealthFinding(check="memory")]
+    ),
     journal.RankReady(ranks=8),
     journal.TracesKept(node="n1", ranks=[], folder="x", seconds=0.1, missing={0: "it has no torch"}),
     journal.CheckpointSaved(step=20, layer="shared", rank=0),

@@ -51,7 +51,7 @@ def test_thresholds_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("chekcs: {}", "health.yaml: unknown key 'chekcs'; did you mean checks? accepted: budget_s,"),
+        ("chekcs: {}", "health.yaml: unknown key 'chekcs'; did you mean checks? accepted: budget_s, job"),
         ("checks: {gpu-cuont: off}", "unknown key 'gpu-cuont'; did you mean gpu-count?"),
         ("checks: {gpu-count: {expcted: 8}}", "checks: gpu-count: unknown key 'expcted'"),
         ("checks: {gpu-count: {expected: many}}", "checks: gpu-count: expected: expected `int | null`"),
@@ -61,6 +61,7 @@ def test_thresholds_are_read() -> None:
         ("checks: {gpu-count: 7}", "checks: gpu-count: a mapping is needed, not 7"),
         ("checks: [gpu-count]", "health.yaml: checks: a mapping is needed"),
         ("budget_s: soon", "budget_s: 'soon': accepted: seconds above 0, 3600 at most"),
+        ("job_interval_s: 0", "job_interval_s: 0: accepted"),
         ("budget_s: .nan", "budget_s: nan: accepted"),
         ("budget_s: -1", "budget_s: -1: accepted"),
         ("state_dir: here", "state_dir: 'here': accepted: an absolute path"),

@@ -145,6 +145,7 @@ def test_a_state_file_that_is_garbage_or_cut_off_fails_no_node(junk: bytes, name
                 never_a_failure(check, dataclasses.replace(node))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_kernel_log(data: bytes) -> None:
     for record in parse([data]):
@@ -152,6 +153,7 @@ def test_any_bytes_are_a_kernel_log(data: bytes) -> None:
         parse_switch_xid(record.text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_parsers_of_text_take_anything(text: str) -> None:
     parse_xid(text)
@@ -163,6 +165,7 @@ def test_parsers_of_text_take_anything(text: str) -> None:
     parse_reason(f"nvrx:{text}")
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_a_configuration_is_read_or_refused_with_one_line(text: str) -> None:
     for document in (text, f"checks: {{gpu-count: {text}}}"):
@@ -174,6 +177,7 @@ def test_a_configuration_is_read_or_refused_with_one_line(text: str) -> None:
         assert "\n" not in said
 
 
+@settings(deadline=None)
 @given(st.text(max_size=80))
 def test_a_controllers_answer_is_a_time_or_unavailable(text: str) -> None:
     with healthy_node() as (node, _):
@@ -181,6 +185,7 @@ def test_a_controllers_answer_is_a_time_or_unavailable(text: str) -> None:
         never_a_failure("clock", dataclasses.replace(node, controller=controller))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["SLURM_JOB_ID", "SLURM_JOB_GPUS", "SLURM_JOB_UID"]), st.text()))
 def test_the_environment_of_a_hook_may_hold_anything(environ: dict[str, str]) -> None:
     JobContext.from_environ(environ)

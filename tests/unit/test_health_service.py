@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from health_world import run, status, told
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvrx_slurm.health.node import JobContext, Node
@@ -122,17 +122,20 @@ def test_w15_a_daemon_that_is_gone_is_a_warning(node: Node) -> None:
     assert "UNAVAILABLE" in evidence or "DEADLINE_EXCEEDED" in evidence
 
 
+@settings(deadline=None)
 @given(st.booleans(), st.integers(-(2**31), 2**31 - 1), st.text(), st.text())
 def test_answers_survive_the_wire(success: bool, code: int, output: str, error: str) -> None:
     answer = ServiceAnswer(success, code, output, error)
     assert decode_answer(encode_answer(answer)) == answer
 
 
+@settings(deadline=None)
 @given(st.lists(st.text()))
 def test_requests_survive_the_wire(args: list[str]) -> None:
     assert decode_request(encode_request(args)) == args
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_refused_with_a_value_error(data: bytes) -> None:
     with contextlib.suppress(ValueError):
@@ -172,9 +175,11 @@ def test_a_script_is_told_stage_and_job_and_nothing_of_the_users_environment(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD_OF_THE_USER", "x")
-    add_script(node, "env", "echo $NVRX_STAGE $SLURM_JOB_ID ${LD_PRELOAD_OF_THE_USER:-none}; exit 1")
+    add_script(
+        node, "env", "echo $NVRX_STAGE $SLURM_JOB_ID $SLURMD_NODENAME ${LD_PRELOAD_OF_THE_USER:-none}; exit 1"
+    )
     node = dataclasses.replace(node, stage=Stage.EPILOG, job=JobContext("77"))
-    assert told("site-scripts", node) == [("warn", "script env", "epilog 77 none")]
+    assert told("site-scripts", node) == [("warn", "script env", "epilog 77 n1 none")]
 
 
 def test_a_script_that_does_not_end_or_is_killed_is_a_warning(node: Node) -> None:

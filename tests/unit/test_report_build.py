@@ -23,8 +23,12 @@ from nvrx_slurm.journal import (
     FaultDetected,
     FaultKind,
     FirstStep,
+    HealthChecked,
+    HealthDisbelieved,
+    HealthFinding,
     JobEnded,
     JobStarted,
+    NodeExcluded,
     NodeJoined,
     NodeLost,
     NodeSuspected,
@@ -692,3 +696,43 @@ def test_what_asked_a_job_to_stop_need_not_be_a_signal() -> None:
     w.at(15.0, StopRequested(signal="", why="the time limit, 120 s away"))
     w.at(15.2, JobEnded(code=75, why="asked to stop; every rank has ended in good order"))
     assert say_end(report(w.records).cycles[0]) == "asked to stop: the time limit, 120 s away"
+
+
+def test_what_the_nodes_checks_say_is_told_when_it_is_more_than_fine() -> None:
+    w = Writer()
+    w.job_started(0.0)
+    w.at(0.5, *(HealthChecked(node=f"n{n}", status="ok", seconds=0.1) for n in range(1, 6)))
+    w.cycle_starts(1.0, ["n1", "n2", "n3", "n4"], ["n5"])
+    broken = HealthFinding(check="gpu-lost", scope="gpu 3", failed=True, evidence="fallen off the bus")
+    warning = HealthFinding(check="memory", evidence="4.9 % of memory available")
+    w.at(5.0, HealthChecked(node="n2", status="warn", seconds=0.1, findings=[warning]))
+    w.at(6.0, HealthChecked(node="n2", status="fail", seconds=0.1, findings=[broken, warning]))
+    w.at(7.0, HealthDisbelieved(check="gpu-lost", nodes=5))
+    w.at(8.0, HealthChecked(node="n2", status="ok", seconds=0.1))
+    lines = [m.text for m in report(w.records, now=9.0).timeline if m.kind is MomentKind.HEALTH]
+    assert lines == [
+        "n2 has warnings: memory: 4.9 % of memory available",
+        "n2 is unhealthy: gpu-lost gpu 3: fallen off the bus; memory: 4.9 % of memory available",
+        "gpu-lost fails on most of 5 nodes: not held against them",
+        "n2 is healthy again",
+    ]
+
+
+def test_a_node_that_was_broken_is_the_cause_of_its_cycles_end() -> None:
+    w = Writer()
+    w.job_started(0.0)
+    w.cycle_starts(1.0, ["n1", "n2", "n3", "n4"], ["n5"])
+    what = "gpu-lost gpu 3: fallen off the bus"
+    w.at(5.0, FaultDetected(kind=FaultKind.UNHEALTHY, node="n2", detector="health", detail=what))
+    w.at(5.2, WorkersStopped(nodes=4, seconds=0.2))
+    verdict = Verdict(
+        action=VerdictAction.RESTART,
+        rule="unhealthy-node",
+        why=f"node n2 is unhealthy ({what})",
+        node="n2",
+        kind=FaultKind.UNHEALTHY,
+    )
+    w.at(5.2, NodeExcluded(node="n2", reason=what), verdict)
+    shown = report(w.records, now=9.0)
+    assert say_end(shown.cycles[0]) == "node n2: unhealthy"
+    assert f"n2 excluded: {what}" in [moment.text for moment in shown.timeline]

@@ -46,8 +46,8 @@ def site_scripts(node: Node, settings: SiteScriptsSettings) -> list[CheckResult]
 
     Runs every executable file of the directory, all at the same time. Exit code 0: ok, 1: warn, 2: fail,
     3: skip; the first line that it prints is the reason. Anything else, a time-out too, is a warn. NVRX_STAGE
-    in their environment tells the stage, SLURM_JOB_ID the job. Root runs only what belongs to root and nobody
-    else can write.
+    in their environment tells the stage, SLURM_JOB_ID the job, SLURMD_NODENAME the node. Root runs only what
+    belongs to root and nobody else can write.
     """
     directory = node.tree.at(settings.directory)
     names = [name for name in node.tree.names(settings.directory) if _is_script(name)]
@@ -93,7 +93,11 @@ def _why_not(path: Path, is_root: bool) -> str:
 
 
 def _call(node: Node, path: Path, timeout_s: float) -> Callable[[], object]:
-    environ = {"NVRX_STAGE": node.stage.value, "SLURM_JOB_ID": node.job.job_id}
+    environ = {
+        "NVRX_STAGE": node.stage.value,
+        "SLURM_JOB_ID": node.job.job_id,
+        "SLURMD_NODENAME": node.host,
+    }
 
     def run() -> Ended:
         try:
