@@ -104,7 +104,7 @@ _OPTIONS = [
         type=_ON_OFF,
         metavar="on|off",
         help="End a rank at once after the traceback of an exception that nobody caught, without joining "
-        "threads or running exit handlers.  [default: off: others restart after 1 s if it lives on]",
+        "threads or running exit handlers.  [default: off: all restart if it lives on]",
     ),
     click.option(
         "--gpu-memory-reclaim-timeout",
