@@ -35,6 +35,7 @@ _START_S = 120.0
 _RECOVERY_S = 90.0
 _STEPS_S = 120.0
 _END_S = 300.0
+_SETTLE_S = 20.0
 _STEP_DELAY_S = 0.1
 _QUICK_FAULTS = 5
 _QUICK_KINDS = (Kind.RANK_SIGKILL, Kind.RANK_EXCEPTION, Kind.RANK_ORPHAN, Kind.SERVER_SIGKILL)
@@ -146,11 +147,19 @@ def _one(number: int, strike: Strike, job: SoakJob, found: Findings) -> None:
     first_step = [r for r in job.records if isinstance(r.event, FirstStep)][-1]
     seconds = first_step.ts - moment
     found.seconds.setdefault(strike.kind, []).append(seconds)
-    found.censuses.append(job.census())
+    found.censuses.append(_settled_census(job))
     verdict = next(r.event for r in job.records if r.cycle == cycle and isinstance(r.event, Verdict))
     if verdict.kind not in strike.kind.blamed and strike.again_after_s is None:
         found.complaints.append(f"{strike.kind.value} of rank {strike.rank} was called: {verdict.why}")
     _say(f"{number + 1}: {strike.kind.value}, rank {strike.rank}: {seconds:.2f} s: {verdict.why}")
+
+
+def _settled_census(job: SoakJob) -> Census:
+    """Count when all ranks are there: the second kill of a strike may have hit the cycle that followed."""
+    until = time.monotonic() + _SETTLE_S
+    while (census := job.census()).ranks != WORLD and time.monotonic() < until:
+        job.wait("training went on", lambda: job.trains, _RECOVERY_S)
+    return census
 
 
 def _left_behind(job: SoakJob, cluster: DevCluster) -> Iterator[str]:
