@@ -137,7 +137,7 @@ class JobRunner:
         bind = spec.listening.address if spec.listening else spec.address
         self._stores = RendezvousStores(spec.address, self._store_lost, bind)
         self._terminal = Terminal(spec.command)
-        self._logs = RankLogs(spec.run_dir, self._show_line)
+        self._logs = RankLogs(spec.run_dir, self._show_line, _open_logs())
         self._app_log = None if spec.applog_prefix is None else AppLog(spec.applog_prefix)
         self._cycle_infos = CycleInfos(self._app_log.path if self._app_log else spec.run_dir.merged_log)
         self._log_queue: asyncio.Queue[tuple[str, msg.LogMessage]] = asyncio.Queue(_OUTPUT_QUEUE)
@@ -679,6 +679,15 @@ def run_job(spec: JobSpec) -> int:
 
     prepare_for_many_nodes()
     return asyncio.run(run())
+
+
+def _open_logs() -> int:
+    """How many of the ranks' logs may be open: a quarter of what this process may, for nodes need the rest.
+
+    Opening is what costs, above all on a shared file system.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(256, soft // 4)
 
 
 def prepare_for_many_nodes() -> None:

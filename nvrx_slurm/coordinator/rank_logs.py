@@ -12,7 +12,6 @@ from pathlib import Path
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogMessage
 
-_MAX_OPEN_FILES = 256
 REORDER_S = 0.5
 """Lines of different nodes arrive out of order; they wait this long for earlier ones."""
 _MAX_LINE_BYTES = 64 * 1024
@@ -23,11 +22,15 @@ class RankLogs:
 
     Args:
         on_line: called with cycle, rank and text of every complete line, in the order of arrival.
+        max_open_files: beyond them the one that was written longest ago is closed.
     """
 
-    def __init__(self, run_dir: RunDir, on_line: Callable[[int, int, bytes], None]) -> None:
+    def __init__(
+        self, run_dir: RunDir, on_line: Callable[[int, int, bytes], None], max_open_files: int = 256
+    ) -> None:
         self._run_dir = run_dir
         self._on_line = on_line
+        self._max_open_files = max_open_files
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._partial: dict[tuple[int, int], bytes] = {}
         self._waiting: list[tuple[float, int, int, bytes]] = []
@@ -119,7 +122,7 @@ class RankLogs:
     def _append(self, path: Path, data: bytes) -> None:
         fd = self._open.pop(path, None)
         if fd is None:
-            if len(self._open) >= _MAX_OPEN_FILES:
+            if len(self._open) >= self._max_open_files:
                 _, oldest = self._open.popitem(last=False)
                 os.close(oldest)
             fd = _open(path)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvrx_slurm.coordinator import rank_logs
 from nvrx_slurm.coordinator.rank_logs import RankLogs, last_lines
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.wire.messages import LogChunk, LogEnd, LogHello
@@ -22,10 +21,12 @@ NOW = 1_767_322_800.0
 class Logs:
     """Logs in a folder, and the lines that were shown."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_open_files: int = 256) -> None:
         self.path = path
         self.shown: list[tuple[int, bytes]] = []
-        self.logs = RankLogs(RunDir(path), lambda _cycle, rank, text: self.shown.append((rank, text)))
+        self.logs = RankLogs(
+            RunDir(path), lambda _cycle, rank, text: self.shown.append((rank, text)), max_open_files
+        )
 
     def say(self, rank: int, data: bytes, at: float = 0.0, node: str = "n1", cycle: int = 0) -> None:
         chunk = LogChunk(cycle=cycle, rank=rank, ts=NOW + at, data=data)
@@ -144,8 +145,8 @@ def test_files_and_folders_are_their_owners_alone(logs: Logs) -> None:
     assert modes == {"cycles": 0o700, "0": 0o700, "rank_0.log": 0o600, "merged.log": 0o600}
 
 
-def test_more_ranks_than_files_may_be_open(logs: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_logs, "_MAX_OPEN_FILES", 3)
+def test_more_ranks_than_files_may_be_open(tmp_path: Path) -> None:
+    logs = Logs(tmp_path, max_open_files=3)
     before = len(os.listdir("/proc/self/fd"))
     for turn in range(3):
         for rank in range(8):

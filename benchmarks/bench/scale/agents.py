@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from typing import Any
 
 import grpc
@@ -36,6 +37,7 @@ class Fleet:
         self.nodes = nodes
         self.assigned: dict[int, int] = {}
         self.lines: dict[int, int] = {}
+        self.all_assigned: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self.channels: dict[str, grpc.aio.Channel] = {}
         self.active: list[str] = []
 
@@ -46,6 +48,7 @@ class Fleet:
         self.active.append(node)
         if count == start.group_world_size:
             tell("assigned", cycle=start.cycle)
+            self.all_assigned[start.cycle].set()
 
     def printed(self, start: msg.StartWorkers) -> None:
         count = self.lines[start.cycle] = self.lines.get(start.cycle, 0) + 1
@@ -97,6 +100,8 @@ async def agent(fleet: Fleet, node: str, joining: asyncio.Semaphore) -> None:
                         msg.RanksStepping(cycle=message.cycle, step=1),
                     ):
                         await call.write(answer)
+                    # A rank takes longer to say something than the whole job to be assigned.
+                    await fleet.all_assigned[message.cycle].wait()
                     logs = logs or await open_logs(channel, metadata, node)
                     text = f"rank {message.first_rank} begins\n".encode()
                     await logs.write(
