@@ -28,8 +28,9 @@ _log = logging.getLogger(__name__)
 FIRST_VERDICT_S = 20.0
 """How long a node that joins waits for its first verdict, while the worker server imports torch. The checks
 end by their own budget, 10 s; this is for a helper that does not get there."""
-RESTART_BUDGET_S = 0.5
-"""How long a restart may wait for a fresh verdict, from the order to stop on; ranks end meanwhile."""
+RESTART_BUDGET_S = 0.2
+"""How long a restart may wait for a fresh verdict, from the order to stop on; ranks end meanwhile. One that
+comes later counts as well, at the cost of a second restart, but only where a node is bad."""
 _INTERVAL_S = 60.0
 """To the next look or to a new helper, until the site's configuration is known."""
 _END_S = 1.0
