@@ -18,6 +18,7 @@ MODULES = [
     "nvrx_slurm.journal",
     "nvrx_slurm.health.report",
     "nvrx_slurm.report",
+    "nvrx_slurm.attribution.attribute",
     "nvrx_slurm.devcluster",
     "nvrx_slurm.wire",
     "nvrx_slurm.testing",

@@ -1,0 +1,121 @@
+"""A cycle's evidence, from the run directory of an nvrx-srun job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault
+from nvrx_slurm.attribution.flight_recorder import Place
+from nvrx_slurm.attribution.logs.finding import Source, SourceKind
+from nvrx_slurm.journal import (
+    CheckpointSaved,
+    CycleStarted,
+    FaultDetected,
+    FaultKind,
+    FirstStep,
+    NodeLost,
+    Progress,
+    RankReady,
+    Record,
+    StopRequested,
+    WorkersStarted,
+)
+
+DUMPS = "flight_recorder"
+"""Folder of a cycle's Flight Recorder dumps, in the cycle's own."""
+
+
+class NoSuchCycleError(ValueError):
+    """The journal has no such cycle; the message says which it has."""
+
+
+def cycles_of(records: Iterable[Record]) -> list[int]:
+    """Return the numbers of the cycles that started, in order."""
+    return sorted({record.cycle for record in records if isinstance(record.event, CycleStarted)})
+
+
+def last_faulty_cycle(records: Sequence[Record]) -> int | None:
+    """Return the last cycle in which a fault was seen, else the last that started."""
+    faulty = [record.cycle for record in records if isinstance(record.event, FaultDetected | NodeLost)]
+    started = cycles_of(records)
+    return faulty[-1] if faulty else started[-1] if started else None
+
+
+def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None = None) -> CycleEvidence:
+    """Return what the run directory holds of one cycle, by default the last that a fault ended.
+
+    Raises:
+        NoSuchCycleError
+    """
+    number = last_faulty_cycle(records) if cycle is None else cycle
+    mine = [record for record in records if record.cycle == number]
+    if number is None or not mine:
+        known = cycles_of(records)
+        there = f"cycles {known[0]} to {known[-1]}" if known else "no cycle yet"
+        raise NoSuchCycleError(f"{run_dir}: the journal has no cycle {cycle}: it has {there}")
+    folder = run_dir / "cycles" / str(number)
+    dumps = folder / DUMPS
+    started = [record for record in mine if isinstance(record.event, CycleStarted)]
+    events = [record.event for record in mine]
+    steps = [e.step for e in events if isinstance(e, Progress | FirstStep) and e.step is not None]
+    monitored = any(isinstance(e, RankReady | FirstStep) for e in events)
+    trained = any(isinstance(e, FirstStep | Progress) for e in events)
+    return CycleEvidence(
+        job=mine[-1].job,
+        attempt=mine[-1].attempt,
+        cycle=number,
+        logs=_logs(folder),
+        dumps=dumps if dumps.is_dir() else None,
+        world_size=next((e.world_size for e in events if isinstance(e, CycleStarted)), None),
+        places=_places(events),
+        faults=_faults(mine),
+        lost_nodes=tuple(dict.fromkeys(e.node for e in events if isinstance(e, NodeLost))),
+        last_step=max(steps, default=None),
+        saved_step=max((e.step for e in events if isinstance(e, CheckpointSaved)), default=None),
+        trained=trained if monitored or trained else None,
+        seconds=mine[-1].ts - started[0].ts if started else None,
+    )
+
+
+def _logs(folder: Path) -> tuple[Source, ...]:
+    merged = folder / "merged.log"
+    if merged.is_file():
+        return (Source(merged, SourceKind.MERGED),)
+    ranks = sorted(
+        (int(p.stem.removeprefix("rank_")), p) for p in folder.glob("rank_*.log") if p.stem[5:].isdecimal()
+    )
+    return tuple(Source(path, SourceKind.RANK, rank=rank) for rank, path in ranks)
+
+
+def _places(events: Iterable[object]) -> dict[int, Place]:
+    return {
+        rank: Place(event.node, local)
+        for event in events
+        if isinstance(event, WorkersStarted)
+        for local, rank in enumerate(event.ranks)
+    }
+
+
+def _faults(records: Sequence[Record]) -> tuple[ProcessFault, ...]:
+    """Return the faults before the job was asked to stop, if it was."""
+    found = []
+    for record in records:
+        if isinstance(record.event, StopRequested):
+            break
+        if isinstance(record.event, FaultDetected):
+            event = record.event
+            found.append(
+                ProcessFault(
+                    ts=record.ts,
+                    rank=event.rank,
+                    node=event.node,
+                    exit=event.exit,
+                    signal=event.signal,
+                    oom=event.kind is FaultKind.OOM,
+                    hung=event.kind is FaultKind.HANG,
+                    node_lost=event.kind is FaultKind.NODE_LOST,
+                    detail=event.detail[:200],
+                )
+            )
+    return tuple(found)

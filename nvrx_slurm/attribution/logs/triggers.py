@@ -1,0 +1,39 @@
+"""What a line must contain to be worth a look: searched in every word that is new, before any pattern."""
+
+from __future__ import annotations
+
+import re
+
+_TEXT = (
+    "range|"
+    "abort|adapter|aligned|alloc|argument|assert|async|available|blew|blocked|broadcast|broken|bus|"
+    "can't|cancel|cannot|catastrophic|caught|central|cgroup|checksum|client|closed|closure|code|"
+    "collective|communicator|compatib|completion|connect|contain|controller|corrupt|could|crash|crc|"
+    "damaged|denied|deserializ|device|died|different|diverged|divisible|does|double|down|drain|dumped|"
+    "eacces|eaddrin|edac|edquot|efa|eligible|enoent|enospc|enotconn|enough|enqueued|err|evict|exce|"
+    "exhaust|exist|exit|expected|exploded|fail|fatal|fault|fetch|finite|flap|flush|folder|forcing|"
+    "forward|found|free(|full|gateway|gpfs|graphics|gsp|handle|hang|hardware|header|health|heartbeat|"
+    "held|hold|http|hung|i/o|ibv|identifier|illegal|incomplete|inconsistent|infinit|initialized|input|"
+    "insufficient|interface|invalid|kill|known|launch|libfabric|limit|link|loaded|lockup|lost|machine|"
+    "manager|many|matching|mce:|mdc|memory|milliseconds|minimum|mismatch|missing|module|must|nan|nccl|"
+    "nvidia|observed|offlinemode|omegaconf|oom|option|overflow|page|panic|permitted|pipe|port|preempt|"
+    "previous|prolog|provider|proxy|pull|push|pyxis|quota|rc:|rcu|read-only|reader|ready|reason=|"
+    "recogni|recovery|refused|remap|rendezvous|requested|requeue|require|reset|resolution|resource|"
+    "respond|retry|returned|revoked|root|route|running|same|sending|service|shape|shm|shut|sig|size|"
+    "slow|smash|space|spank|stale|stall|start|state|status|stopiteration|stopped|store|stuck|such|"
+    "suitable|switch|terminat|thermal|thread|throttl|time-out|timed|timeout|traceback|truncat|unable|"
+    "uncorrect|undefined|unmounted|unpickl|unreach|unrecover|untrusted|usable|violat|waiting|warn|"
+    "watchdog|work|writer|xid|zip"
+)
+TRIGGERS = tuple(word.encode() for word in _TEXT.split("|"))
+"""A line without any of these, in lower case and without digits, matches no family but a benign one."""
+_ENDS = re.compile(rb"[\s:=]")
+_PUNCTUATION = b" \t.,:;=()[]{}'\"|<>/+-!"
+
+
+def is_telling(words: bytes) -> bool:
+    """Tell whether some word of a skeleton can be part of what a family matches."""
+    for trigger in TRIGGERS:  # twice as fast as any()
+        if trigger in words:
+            return True
+    return b"inf" in words and any(part.strip(_PUNCTUATION) == b"inf" for part in _ENDS.split(words))
