@@ -41,9 +41,8 @@ _KILL_TIMEOUT_S = 5.0
 _SERVER_INTERVAL_S = 1.0
 """Worker servers are not started more often."""
 _MAX_REASONS = 4
-_FAILED_GRACE_S = 0.1
-"""From the failure of a rank's main thread to its exit. An interpreter that has torch and a process group in
-it takes up to a second to end, and the other ranks would wait for that."""
+_FAILED_GRACE_S = 1.0
+"""From the end of a rank's main thread to its exit: within it nobody has waited in vain."""
 _LIVES_ON = "its main thread has failed, but threads or exit handlers keep its process"
 
 
@@ -382,7 +381,8 @@ class NodeWorkers:
 
     def _tell_failed(self, cycle: LocalCycle, rank: int, code: int) -> None:
         if cycle is self._cycle and rank in cycle.alive and not cycle.stopping:
-            self._tell_exit(cycle, rank, code, _LIVES_ON)
+            said = read_error(error_path(cycle.page_paths[rank]))
+            self._tell_exit(cycle, rank, code, "; ".join(filter(None, (said, _LIVES_ON))))
 
     async def _report_progress(self) -> None:
         """Off the restart path: a step number now and then, for reports."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
-import os
 import runpy
-import socket
 import sys
 import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import NoReturn
 
-from nvrx_slurm.wire import rank_channel
+from nvrx_slurm.agent.failed_program import exit_code_of, exit_now, leave, tell_agent, write_error_file
 from nvrx_slurm.wire.messages import Program, ProgramKind
 
 
@@ -31,8 +27,8 @@ def command_line(program: Program) -> list[str]:
 def run_user_program(program: Program, *, exit_on_exception: bool = False) -> None:
     """Execute ``program`` as ``__main__``; returns when it ends well, exits with its code otherwise.
 
-    When the main thread has failed the agent is told: threads, exit handlers or a collective can keep
-    the process for ever. With ``exit_on_exception`` an exception that nobody caught ends it at once instead.
+    When the main thread has failed the agent is told: threads or exit handlers can keep the process for ever.
+    With ``exit_on_exception`` an exception that nobody caught ends it at once instead.
 
     The interpreter was started with ``-u``, so that a killed rank's last lines are not lost.
     """
@@ -46,19 +42,24 @@ def run_user_program(program: Program, *, exit_on_exception: bool = False) -> No
             _look_first_in(str(Path(program.target).resolve().parent))
             _run_script(program.target)
     except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            _tell_agent(leaving.code & 0xFF if isinstance(leaving.code, int) else 1)
-        raise
+        code = exit_code_of(leaving)
+        if code == 0:
+            raise
+        if not isinstance(leaving.code, int):
+            print(leaving.code, file=sys.stderr)
+        tell_agent(code)
+        leave(code)
     except BaseException as error:
         _report(error)
         if isinstance(error, KeyboardInterrupt):
             # The interpreter runs the exit handlers, then ends by SIGINT, and has nothing to add.
             sys.excepthook = lambda *_: None
             raise
+        write_error_file(error)
         if exit_on_exception:
-            _exit_now(1)
-        _tell_agent(1)
-        sys.exit(1)
+            exit_now(1)
+        tell_agent(1)
+        leave(1)
 
 
 def _look_first_in(folder: str) -> None:
@@ -94,23 +95,6 @@ def _report(error: BaseException) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-
-
-def _exit_now(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
-
-
-def _tell_agent(code: int) -> None:
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        failed = rank_channel.ProgramFailed(
-            rank=int(os.environ["RANK"]), cycle=int(os.environ["TORCHELASTIC_RESTART_COUNT"]), exit=code
-        )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.connect(os.environ[rank_channel.SOCKET_VARIABLE])
-            channel.send(rank_channel.encode_request(failed), socket.MSG_NOSIGNAL)
 
 
 def _reseed() -> None:

@@ -472,6 +472,45 @@ def test_a_dead_guardian_takes_its_node_along_in_good_order(job: Jobs) -> None:
     assert run.nothing_is_left()
 
 
+LAST_WORDS = """
+import atexit, threading
+
+if cycle == 0 and rank == 1:
+    text, data = open(folder + "/text", "w"), open(folder + "/data", "wb")
+    text.write("text")
+    data.write(b"data")
+    threading.Thread(target=lambda: (time.sleep(0.2), write("thread", "joined"))).start()
+    atexit.register(lambda: (time.sleep(0.2), write("handler", "run")))
+    {ends}
+print("fine")
+if cycle == 0:
+    wait_for("never")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("raise RuntimeError('the cause')", 1, "RuntimeError: the cause"),
+        ("sys.exit('the reason')", 1, "the reason"),
+        ("sys.exit(7)", 7, ""),
+    ],
+    ids=["exception", "words", "code"],
+)
+def test_a_rank_that_fails_ends_in_good_order_and_says_why(
+    job: Jobs, ends: str, code: int, said: str
+) -> None:
+    run = job(RANK + LAST_WORDS.format(ends=ends))
+    assert run.run() == 0
+    (fault,) = run.events(journal.FaultDetected)
+    assert (fault.kind, fault.rank, fault.exit) == (journal.FaultKind.EXIT, 1, code)
+    assert fault.detail == ("RuntimeError: the cause" if "raise" in ends else "")
+    assert said in run.log("rank_1", cycle=0)
+    written = {name: (run.root / name).read_text() for name in ("text", "data", "thread", "handler")}
+    assert written == {"text": "text", "data": "data", "thread": "joined", "handler": "run"}
+    assert run.nothing_is_left()
+
+
 KEPT_BY_A_THREAD = """
 import threading
 
@@ -498,7 +537,8 @@ def test_a_rank_whose_main_thread_failed_but_that_lives_on_is_a_fault(
     assert isinstance(event, journal.FaultDetected)
     assert (event.kind, event.rank, event.exit) == (journal.FaultKind.EXIT, 1, code)
     assert "its main thread has failed, but threads or exit handlers keep its process" in event.detail
-    assert fault.ts - float(run.wait_for_file("failed")) < 1
+    assert ("RuntimeError: the cause" in event.detail) == (code == 1)
+    assert fault.ts - float(run.wait_for_file("failed")) < 2
     assert run.log("rank_1", cycle=1) == "fine\n"
     assert run.nothing_is_left()
 
