@@ -323,7 +323,7 @@ class Agent:
                     workers.start(message)
                 case msg.StopWorkers():
                     sig = signal.Signals(message.signal)
-                    workers.begin_stop(message.cycle, message.hung, sig, message.grace_s)
+                    workers.begin_stop(message.cycle, message.hung, sig, message.grace_s, message.look_s)
                 case msg.Probe():
                     workers.probe(message.cycle)
                 case msg.AskToStop():

@@ -1,6 +1,7 @@
 """The node's health during a job: before its first cycle, between cycles, and now and then beside training.
 
-The checks run in a helper process at low priority; nothing here waits for it longer than the caller says.
+The checks run in a helper process at low priority. Only a node that joins waits for it; a restart goes on
+with the verdict that is known, and hears of a fresh one when the next cycle is just beginning.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ _log = logging.getLogger(__name__)
 FIRST_VERDICT_S = 20.0
 """How long a node that joins waits for its first verdict, while the worker server imports torch. The checks
 end by their own budget, 10 s; this is for a helper that does not get there."""
-RESTART_BUDGET_S = 0.2
-"""How long a restart may wait for a fresh verdict, from the order to stop on; ranks end meanwhile. One that
-comes later counts as well, at the cost of a second restart, but only where a node is bad."""
 _INTERVAL_S = 60.0
 """To the next look or to a new helper, until the site's configuration is known."""
 _END_S = 1.0

@@ -23,7 +23,7 @@ from nvrx_slurm.agent.error_file import error_path, read_error
 from nvrx_slurm.agent.evidence import find_py_spy
 from nvrx_slurm.agent.flight_recorder import prefix_environment
 from nvrx_slurm.agent.hang_records import HangRecords
-from nvrx_slurm.agent.health_watch import RESTART_BUDGET_S, HealthWatch
+from nvrx_slurm.agent.health_watch import HealthWatch
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.node_gpus import NodeGpus
 from nvrx_slurm.agent.oom import OomWatch
@@ -196,11 +196,13 @@ class NodeWorkers:
         hung: Sequence[int] = (),
         sig: signal.Signals = signal.SIGTERM,
         grace_s: float | None = None,
+        look_s: float = 0.0,
     ) -> None:
         """Stop the cycle's ranks with ``sig``, the hung ones without grace.
 
         While they are being stopped, a later call can only lengthen the grace.
-        :class:`WorkersGone` follows when no process of them is left.
+        :class:`WorkersGone` follows when no process of them is left, and after a fresh verdict on the node's
+        health if that comes within ``look_s``.
         """
         cycle = self._cycle
         if cycle is None or cycle.cycle != number:
@@ -213,11 +215,10 @@ class NodeWorkers:
             cycle.stopping = True
             if self._health is not None:
                 self._health.refresh()
-            self._stopping = asyncio.create_task(self._stop(cycle, hung, sig))
+            self._stopping = asyncio.create_task(self._stop(cycle, hung, sig, look_s))
 
-    async def _stop(self, cycle: LocalCycle, hung: Sequence[int], sig: signal.Signals) -> None:
+    async def _stop(self, cycle: LocalCycle, hung: Sequence[int], sig: signal.Signals, look_s: float) -> None:
         """Send ``sig``; when all ranks have ended or the time is over, SIGKILL what is left, orphans too."""
-        began = time.monotonic()
         self._tell_step(cycle)
         stalled = cycle.monitors.stalled_s()
         if self._recovering is not None:
@@ -244,8 +245,8 @@ class NodeWorkers:
         gpus_left = await self._gpus.reclaim(cycle.monitors.pids)
         self._reports.flush()
         self._tell_step(cycle)
-        if self._health is not None:
-            await self._health.settle(began + RESTART_BUDGET_S - time.monotonic())
+        if look_s > 0 and self._health is not None:
+            await self._health.settle(look_s)
         self._say(msg.WorkersGone(cycle=cycle.cycle, stalled_s=stalled, gpus_left=gpus_left))
 
     async def stop(self, sig: signal.Signals = signal.SIGTERM, grace_s: float | None = None) -> None:

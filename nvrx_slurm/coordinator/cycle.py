@@ -77,7 +77,7 @@ from nvrx_slurm.coordinator.steps import (
     Write,
 )
 from nvrx_slurm.coordinator.suspects import Suspects
-from nvrx_slurm.coordinator.unhealthy import Unhealthy
+from nvrx_slurm.coordinator.unhealthy import LOOK_S, YOUNG_S, Complaint, Unhealthy
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 
@@ -309,7 +309,7 @@ class CycleMachine:
             self._form()
 
     def _health_told(self, event: NodeHealth) -> None:
-        """Note it for the next cycle; a node that no rank can use any more stops the running one."""
+        """Note it for the next cycle; stop the running one if it is serious."""
         self._unhealthy.note(event.node, event.complaint)
         if event.complaint is None or not self.members.is_connected(event.node):
             return
@@ -317,7 +317,7 @@ class CycleMachine:
             self._form()
         elif self.phase in _AT_WORK and event.node not in self._current:
             self._exclude_unhealthy(among=(event.node,))
-        elif self.phase in _AT_WORK and event.complaint.node_lost and self._current.needs(event.node):
+        elif self.phase in _AT_WORK and self._current.needs(event.node) and self._is_serious(event.complaint):
             self._fault(
                 FaultDetected(
                     kind=FaultKind.UNHEALTHY,
@@ -326,6 +326,15 @@ class CycleMachine:
                     detail=event.complaint.what,
                 )
             )
+
+    def _is_serious(self, complaint: Complaint) -> bool:
+        """Tell whether to stop the cycle for it: no rank can go on there, or the cycle is young.
+
+        It is young when the verdict comes that a restart has asked for; stopping it costs only its start.
+        """
+        current = self._current
+        is_young = not current.signs.trained and self._now - current.began < YOUNG_S
+        return complaint.node_lost or is_young
 
     def _exclude_unhealthy(self, among: tuple[str, ...] | None = None) -> None:
         """Leave out the nodes whose checks fail, unless they fail on most nodes."""
@@ -570,7 +579,10 @@ class CycleMachine:
         policy = self.policy
         hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
         if self._signalled is None or policy.term_timeout_s is None:
-            self._do(StopCycle(self.cycle, nodes, hung), Arm(Timer.STOP, policy.stop_timeout_s))
+            unhealthy = any(fault.kind is FaultKind.UNHEALTHY for fault in self._current.faults)
+            look_s = LOOK_S if unhealthy else 0.0
+            self._do(StopCycle(self.cycle, nodes, hung, look_s=look_s))
+            self._do(Arm(Timer.STOP, policy.stop_timeout_s))
             return
         self._do(StopCycle(self.cycle, nodes, hung, self._signalled, policy.term_timeout_s))
         self._do(Arm(Timer.STOP, policy.stop_timeout_s + policy.term_timeout_s))

@@ -471,6 +471,7 @@ class JobRunner:
                         hung=list(command.hung),
                         signal=command.signal,
                         grace_s=command.grace_s,
+                        look_s=command.look_s,
                     )
                     self._send_all(command.nodes, stop)
                 case steps.ProbeNodes():

@@ -285,6 +285,8 @@ class StopCycle:
     signal: signal.Signals = signal.SIGTERM
     grace_s: float | None = None
     """From that signal to SIGKILL, if it is not what nodes know already."""
+    look_s: float = 0.0
+    """How long nodes may take to look at their health before they say that they have stopped."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from nvrx_slurm import journal
 from nvrx_slurm.wire.messages import HealthFinding, NodeHealth
 
+LOOK_S = 1.0
+"""How long the other nodes may take to look at themselves, too, when a cycle is stopped because one is
+broken: what breaks all of them must not look like one node's fault."""
+YOUNG_S = 5.0
+"""A cycle that began so recently, and has not come to a step, is stopped for any failure of a check."""
+
 
 @dataclass(frozen=True)
 class Complaint:

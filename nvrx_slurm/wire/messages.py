@@ -343,6 +343,8 @@ class StopWorkers(Message, frozen=True):
     """What the others get first."""
     grace_s: float | None = None
     """That signal to SIGKILL; None: as :class:`Welcome` said."""
+    look_s: float = 0.0
+    """How long :class:`WorkersGone` may wait for a fresh verdict on the node's health."""
 
 
 class Probe(Message, frozen=True):

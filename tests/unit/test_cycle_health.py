@@ -42,7 +42,7 @@ def test_without_a_spare_the_job_ends_to_be_started_elsewhere() -> None:
 
 
 def test_a_broken_node_leaves_at_the_next_restart_and_not_before() -> None:
-    job = Job(active=2, spares=1).join("n1", "n2", "n3")
+    job = Job(active=2, spares=1).join("n1", "n2", "n3").later(5)
     says(job, "n2", BROKEN)
     assert job.machine.phase is Phase.RUNNING
     assert excluded(job) == []
@@ -52,7 +52,7 @@ def test_a_broken_node_leaves_at_the_next_restart_and_not_before() -> None:
 
 
 def test_without_a_spare_a_broken_node_ends_the_job_at_the_next_restart() -> None:
-    job = Job(active=2).join("n1", "n2")
+    job = Job(active=2).join("n1", "n2").later(5)
     says(job, "n2", BROKEN)
     job.fails()
     assert job.end.code == 75
@@ -63,6 +63,9 @@ def test_a_node_that_no_rank_can_use_any_more_stops_the_cycle_at_once() -> None:
     job = Job(active=2, spares=1).join("n1", "n2", "n3")
     says(job, "n2", LOST)
     assert job.machine.phase is Phase.STOPPING
+    assert job.new(steps.StopCycle) == [steps.StopCycle(0, ("n1", "n2"), look_s=1.0)], (
+        "all look at themselves"
+    )
     job.stopped(*job.machine.active)
     assert (job.verdict.rule, job.verdict.node, job.verdict.kind) == (
         "unhealthy-node",
@@ -71,6 +74,22 @@ def test_a_node_that_no_rank_can_use_any_more_stops_the_cycle_at_once() -> None:
     )
     assert job.machine.active == ("n1", "n3")
     assert excluded(job) == [("n2", LOST.what)]
+
+
+def test_a_verdict_that_comes_when_the_cycle_has_just_begun_stops_it() -> None:
+    """The restart has asked for it, and has not waited."""
+    job = Job(active=2, spares=1).join("n1", "n2", "n3").later(100).fails()
+    says(job.later(4.9), "n2", BROKEN)
+    assert job.machine.phase is Phase.STOPPING
+    job.stopped(*job.machine.active)
+    assert job.machine.active == ("n1", "n3")
+    assert (job.verdict.kind, excluded(job)) == (FaultKind.UNHEALTHY, [("n2", BROKEN.what)])
+
+
+def test_a_cycle_that_has_come_to_a_step_is_not_stopped_for_it() -> None:
+    job = Job(active=2, spares=1).join("n1", "n2", "n3").trains(1)
+    says(job, "n2", BROKEN)
+    assert job.machine.phase is Phase.RUNNING
 
 
 def test_a_verdict_that_comes_while_ranks_are_being_stopped_still_counts() -> None:
@@ -91,7 +110,7 @@ def test_a_spare_that_is_broken_leaves_without_disturbing_training() -> None:
 
 
 def test_a_node_that_is_healthy_again_stays() -> None:
-    job = Job(active=2, spares=1).join("n1", "n2", "n3")
+    job = Job(active=2, spares=1).join("n1", "n2", "n3").later(5)
     says(job, "n2", BROKEN)
     says(job, "n2", None)
     job.fails()
@@ -115,7 +134,7 @@ def test_what_fails_on_most_nodes_is_not_held_against_them(complaint: Complaint)
 
 
 def test_half_of_the_nodes_are_not_most() -> None:
-    job = Job(active=1, spares=3).join("n1", "n2", "n3", "n4")
+    job = Job(active=1, spares=3).join("n1", "n2", "n3", "n4").later(5)
     says(job, "n1", BROKEN)
     says(job, "n2", BROKEN)
     job.fails()
@@ -147,7 +166,7 @@ def test_a_node_whose_ranks_have_all_finished_disturbs_nobody() -> None:
 
 
 def test_a_job_that_is_being_stopped_excludes_nobody() -> None:
-    job = Job(active=2).join("n1", "n2")
+    job = Job(active=2).join("n1", "n2").later(5)
     says(job, "n2", BROKEN)
     job.feed(steps.DrainRequested(why="the time limit"))
     job.exit(0, 0)
