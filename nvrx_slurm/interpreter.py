@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 _RUN = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
@@ -17,3 +18,8 @@ def command_for(module: str, *arguments: str) -> list[str]:
     there would take the place of Python's own.
     """
     return [sys.executable, "-u", "-c", _RUN, module, *arguments]
+
+
+def console_script(name: str) -> str:
+    """Return the path of a command of this package's own installation."""
+    return str(Path(sys.prefix) / "bin" / name)

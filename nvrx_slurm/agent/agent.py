@@ -18,6 +18,13 @@ import msgspec
 
 from nvrx_slurm.agent import pulse
 from nvrx_slurm.agent.environment import SlotsError, resolve_slots
+from nvrx_slurm.agent.exit_codes import (
+    EXIT_COORDINATOR_GONE,
+    EXIT_COORDINATOR_SILENT,
+    EXIT_EXCLUDED,
+    EXIT_OK,
+    EXIT_USAGE,
+)
 from nvrx_slurm.agent.health_watch import HealthWatch
 from nvrx_slurm.agent.location import DomainError, Fabric, NvmlFabric, find_domain, locate
 from nvrx_slurm.agent.node_workers import NodeWorkers
@@ -29,15 +36,12 @@ from nvrx_slurm.wire.node_options import NodeOptions
 
 _log = logging.getLogger(__name__)
 
-EXIT_OK = 0
-EXIT_COORDINATOR_GONE = 1
-EXIT_USAGE = 2
-EXIT_EXCLUDED = 3
-
 _CONNECT_TIMEOUT_S = 60.0
 _LAST_OUTPUT_TIMEOUT_S = 10.0
 _HANG_UP_TIMEOUT_S = 3.0
 _DOMAIN_TIMEOUT_S = 10.0
+_SILENT_S = 3.0
+"""Who lives answers in less."""
 
 # grpc.aio's calls; their type parameters are of no use with our own codecs.
 _Control = Any
@@ -110,6 +114,7 @@ class Agent:
         self._reading: asyncio.Task[int] | None = None
         self._signalled_again = asyncio.Event()
         self._parent = os.getppid()
+        self._welcomed = False
         self.job_code: int | None = None
         """The job's exit code, once the Coordinator has told it."""
         self._closing = False
@@ -120,7 +125,8 @@ class Agent:
 
         Returns:
             0 after an orderly shutdown, 1 when the Coordinator is gone, 2 when this node can't be used as
-            asked, 3 when the Coordinator excluded it, 128 + signal after a signal.
+            asked, 3 when the Coordinator excluded it, 4 when the host of the Coordinator has fallen silent,
+            128 + signal after a signal.
         """
         loop = asyncio.get_running_loop()
         self._signalled = loop.create_future()
@@ -144,7 +150,11 @@ class Agent:
                 _log.error("the Coordinator at %s is gone: %s", address, error.details())
             except asyncio.InvalidStateError:
                 _log.error("the Coordinator at %s is gone", address)
-            return EXIT_COORDINATOR_GONE
+        assert self._signalled is not None
+        silent = self._welcomed and await _is_silent(address)
+        if self._signalled.done():
+            return 128 + self._signalled.result()
+        return EXIT_COORDINATOR_SILENT if silent else EXIT_COORDINATOR_GONE
 
     @property
     def _patience_s(self) -> float:
@@ -175,6 +185,7 @@ class Agent:
             why = welcome.why if isinstance(welcome, msg.Refused) else "it closed the stream"
             _log.error("not taken by the Coordinator: %s", why)
             return EXIT_EXCLUDED
+        self._welcomed = True
         try:
             welcome = own.adapt(welcome) if own else welcome
             slots = resolve_slots(welcome.nproc_per_node, self._config.environ)
@@ -373,6 +384,30 @@ class Agent:
 
 def _is_coordinator_lost(reading: asyncio.Task[int]) -> bool:
     return reading.exception() is not None or reading.result() == EXIT_COORDINATOR_GONE
+
+
+async def _is_silent(address: str) -> bool:
+    """Tell whether the Coordinator's host, or its process there, gives no sign of life.
+
+    Where the process has died, the kernel refuses a connection; where it runs, it says at once that it speaks
+    HTTP/2; where it stands still, the kernel takes the connection and nobody says anything.
+    """
+    host, _, port = address.rpartition(":")
+
+    async def knock() -> None:
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        try:
+            await reader.read(1)
+        finally:
+            writer.close()
+
+    try:
+        await asyncio.wait_for(knock(), _SILENT_S)
+    except ConnectionError:
+        return False
+    except (OSError, asyncio.TimeoutError):
+        return True
+    return False
 
 
 async def _hear_out(control: _Control) -> int:

@@ -29,7 +29,7 @@ def run_guarded(
     """Run ``agent`` in a child; return its exit code once no process below is left.
 
     Must be called before any thread exists. ``signals`` are passed on to the agent. ``private_dir``, and what
-    the agent used instead, is removed at the end.
+    the agent used instead, is removed at the end. They are blocked when it returns.
     """
     places = private_places(private_dir)
     linux.become_subreaper()
@@ -65,8 +65,10 @@ def run_guarded(
     for sig in signals:
         signal.signal(sig, forward)
     code = _wait_for(pid)
+    # What comes now is for whoever comes after the agent.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     for sig in signals:
-        signal.signal(sig, signal.SIG_IGN)
+        signal.signal(sig, signal.SIG_DFL)
     linux.kill_descendants()
     remove_places(places)
     return code

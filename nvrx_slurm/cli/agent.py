@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 
@@ -60,7 +61,18 @@ def main() -> None:
             # The guardian does it too; whichever of the two outlives the other.
             shutil.rmtree(private_dir, ignore_errors=True)
 
+    from nvrx_slurm.agent.exit_codes import EXIT_COORDINATOR_SILENT
     from nvrx_slurm.agent.guardian import run_guarded
+    from nvrx_slurm.interpreter import command_for
 
     with held:
-        sys.exit(run_guarded(agent, private_dir))
+        code = run_guarded(agent, private_dir)
+    if code == EXIT_COORDINATOR_SILENT and os.environ.get("NVRX_RUN_DIR"):
+        os.environ.update(
+            {rpc.COORDINATOR_VARIABLE: coordinator, rpc.TOKEN_VARIABLE: token, rpc.FENCE_VARIABLE: fence}
+        )
+        # The same task of the step goes on as the one who finds out who is in charge.
+        successor = command_for("nvrx_slurm.cli.successor")
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execv(successor[0], successor)
+    sys.exit(code)

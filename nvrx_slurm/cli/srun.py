@@ -17,6 +17,7 @@ from nvrx_slurm.cli.parameters import Duration
 from nvrx_slurm.cli.program import check_nproc, find_program
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
+from nvrx_slurm.interpreter import console_script
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 
@@ -54,10 +55,10 @@ def _outside(context: click.Context) -> str:
 
 
 def _agent_command() -> str:
-    agent = Path(sys.prefix) / "bin" / "nvrx-agent"
-    if not agent.exists():
+    agent = console_script("nvrx-agent")
+    if not os.path.exists(agent):
         raise click.ClickException(f"{agent} is missing: install this package with pip again")
-    return str(agent)
+    return agent
 
 
 @click.command(
@@ -140,6 +141,12 @@ def _agent_command() -> str:
     help="Fork ranks from a process that has imported torch already.",
 )
 @click.option(
+    "--standby-coordinator",
+    is_flag=True,
+    help="When the batch host is lost, another node goes on with the job in the same allocation; otherwise "
+    "the job is requeued without that host.",
+)
+@click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
     help="Journal and logs, on a shared file system."
@@ -163,6 +170,7 @@ def main(
     max_restarts: int,
     workers_stop_timeout: float,
     warm_start: str,
+    standby_coordinator: bool,
     run_dir: Path | None,
     srun_args: tuple[str, ...],
     module: bool,
@@ -185,7 +193,9 @@ def main(
     """
     from nvrx_slurm.coordinator.address import NoAddressError, address_toward
     from nvrx_slurm.coordinator.cycle_info import current_path
+    from nvrx_slurm.coordinator.deferred_exit import deferred_code, report_exit
     from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
+    from nvrx_slurm.coordinator.lease import Fence
     from nvrx_slurm.coordinator.past import past_of_job
     from nvrx_slurm.coordinator.policy import Policy
     from nvrx_slurm.coordinator.preparation import NodeCountError, claim_own, count_active, first_cycle
@@ -226,6 +236,17 @@ def main(
         active_nodes = count_active(len(nodes), spares, nnodes, segment)
     except NodeCountError as error:
         raise click.UsageError(str(error)) from error
+    if in_slurm.restarts > job.restart_count:
+        raise click.UsageError(
+            f"Slurm has started job {job.job_id} again since: this is restart {job.restart_count}, and the "
+            f"newest is {in_slurm.restarts}"
+        )
+    if standby_coordinator and not (in_slurm.batch and in_slurm.requeue):
+        raise click.BadParameter(
+            "only for a batch job that may be requeued (sbatch --requeue): a requeue is how Slurm learns the "
+            "exit code when the batch script is gone",
+            param_hint="--standby-coordinator",
+        )
     step = AgentStep(nodes=nodes, command=[_agent_command()], extra=srun_args)
     if dry_run:
         click.echo(shlex.join(step.argv()))
@@ -238,13 +259,22 @@ def main(
         if held is not None:
             click.get_current_context().call_on_close(held.close)
         if chosen:
-            lock = directory.claim()
+            lock = directory.claim(Fence(job.job_id, job.restart_count, 0))
         else:
             lock, aside = claim_own(directory, job.job_id, job.restart_count, in_slurm.submitted)
             if aside is not None:
                 click.echo(
                     f"an earlier job had the id {job.job_id}: {aside} is its run directory now", err=True
                 )
+        deferred = deferred_code(directory.journal, job.job_id)
+        if deferred is not None:
+            report_exit(directory.journal, job.job_id, job.restart_count, deferred)
+            click.echo(
+                f"nvrx-srun: the job has ended with {deferred} already, when its batch host was gone: "
+                "this start only tells Slurm",
+                err=True,
+            )
+            sys.exit(deferred)
     except (JobInUseError, RunDirError) as error:
         raise click.UsageError(str(error)) from error
     except (OSError, JournalVersionError) as error:
@@ -281,6 +311,7 @@ def main(
             first_cycle=cycle,
             limits=limits,
             past=past,
+            host=job.node_name or socket.gethostname(),
             has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
             stop_timeout_s=workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
             # Losing it loses the Coordinator: training load should not be what takes it down.
@@ -313,6 +344,7 @@ def main(
         iteration_file=fault_tolerance.checkpoint_iteration_file,
         ends=in_slurm.ends,
         time_limit_margin_s=time_limit_margin,
+        standby=standby_coordinator,
     )
     try:
         code = run_job(spec)

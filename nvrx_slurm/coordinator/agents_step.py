@@ -68,6 +68,12 @@ class AgentsStep:
         words = f": {' / '.join(self._last_words)}" if self._last_words else ""
         return f"srun ended with {code}{words}"
 
+    def kill(self) -> None:
+        """End srun at once, and the helper of its own that would end the step on all nodes then."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     async def end(self, grace_s: float) -> None:
         """Give srun ``grace_s`` seconds to end by itself, then end it: it waits for lost nodes otherwise."""
         if self._process is None:

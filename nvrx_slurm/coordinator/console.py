@@ -68,6 +68,17 @@ def line_for(record: Record) -> str | None:
             return f"requeued: starts again in {event.start_in_s} s or later{without}{warned}"
         case journal.NotRequeued() as event:
             return f"NOT requeued: {event.why}"
+        case journal.CoordinatorLost() as event:
+            return (
+                f"the Coordinator's host {event.host} has been silent for {event.silent_s:.0f} s: "
+                f"{event.successor} takes over ({event.fence})"
+            )
+        case journal.ExitDeferred() as event:
+            return (
+                f"the batch script is gone with its host: a requeue will tell Slurm of exit code {event.code}"
+            )
+        case journal.ExitReported() as event:
+            return f"the job had ended with {event.code} when its batch script was gone: exits with that"
         case journal.JobEnded() as event:
             return f"ends with exit code {event.code}: {event.why}"
         case _:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 
 from nvrx_slurm import journal
@@ -163,6 +164,35 @@ class CycleMachine:
     def start(self) -> list[Command]:
         """Begin to form the first cycle."""
         return [Arm(Timer.JOIN, self.policy.join_timeout_s), *self._scoring.start()]
+
+    def take_over(
+        self, now: float, lost: str, why: str, restarts: int, excluded: Mapping[str, str]
+    ) -> list[Command]:
+        """Begin where another Coordinator stopped when its host ``lost`` fell silent: that costs a restart.
+
+        Args:
+            restarts: how many it had made.
+            excluded: nodes that it had excluded, and why.
+        """
+        self._commands, self._now = [], now
+        for node, reason in excluded.items():
+            self.members.exclude(node, reason)
+        self.budget.restarts = restarts
+        self.cycle = max(0, self.policy.first_cycle - 1)
+        fault = FaultDetected(kind=FaultKind.NODE_LOST, node=lost, detector="lease", detail=why)
+        self._write(fault)
+        self._write(journal.NodeLost(node=lost, why=why))
+        self._exclude(lost, "the Coordinator's host was lost")
+        blame = find_culprit([fault])
+        stop = self._reason_to_stop(blame)
+        if stop is not None:
+            self._end_for(*stop)
+            return self._commands
+        self._verdict(VerdictAction.RESTART, blame, blame.why)
+        self.budget.spend(now)
+        self.cycle = self.policy.first_cycle
+        self._do(Arm(Timer.JOIN, self.policy.join_timeout_s))
+        return self._commands
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take one event; return what to do, in order."""
@@ -601,8 +631,9 @@ class CycleMachine:
             self._exclude_unhealthy()
         self._measure()
         shortage = self.members.shortage(self.active)
-        ask_slurm = shortage is not None and self._left_by_signal
-        if self._ending is None and not ask_slurm:
+        untold = shortage is not None and self._left_by_signal
+        ask_slurm = untold or (shortage is not None and self._is_alone)
+        if self._ending is None and not untold:
             self._tell_faults()
         self._write(
             journal.WorkersStopped(
@@ -721,13 +752,19 @@ class CycleMachine:
         )
 
     def _end_for_lack_of_nodes(self, end: End, blame: Blame | None = None) -> None:
-        """End the job; if nodes went because they were asked to, hear first whether Slurm is ending it."""
-        if end.code != EXIT_RESTART_ELSEWHERE or not self._left_by_signal:
+        """End the job; hear Slurm first if nodes went because they were asked to, or all of them went."""
+        if end.code != EXIT_RESTART_ELSEWHERE or not (self._left_by_signal or self._is_alone):
             self._end_for(end, blame)
             return
         self.phase = Phase.CONSULTING
         self._for_lack_of_nodes = end, blame
         self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Tell whether no other host is left: this one may be the one that is cut off."""
+        host = self.policy.host
+        return host is not None and len(self.members) > 1 and not self.members.has_others_than(host)
 
     def _slurm_answered(self, event: SlurmAnswered) -> None:
         self._awaits_slurm = False
@@ -737,7 +774,9 @@ class CycleMachine:
             self._ending = End(EXIT_RESTART_ELSEWHERE, "Slurm preempts the job")
         if self.phase is not Phase.CONSULTING:
             return
-        if self._ending is not None:
+        if event.job_state is None and self._is_alone and self._ending is None:
+            self._do(Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+        elif self._ending is not None:
             self._end(self._ending.code, self._ending.why)
         elif event.job_state not in (None, "RUNNING"):
             self._end(128 + signal.SIGTERM, f"Slurm has ended the job: {event.job_state}")
@@ -856,6 +895,8 @@ class CycleMachine:
                 self._form()
             case Timer.PROBE if self.phase is Phase.DIAGNOSING:
                 self._diagnosed()
+            case Timer.CONSULT if self.phase is Phase.CONSULTING and self._is_alone:
+                self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
             case Timer.CONSULT:
                 self._slurm_answered(SlurmAnswered(None))
             case Timer.STOP if self.phase is Phase.STOPPING:

@@ -5,12 +5,11 @@ The file is ``RankMonitorClient.state_dict`` with a version beside it.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
+from nvrx_slurm.coordinator.files import replace_file
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts, to_state, with_state
 
 _VERSION = 1
@@ -49,21 +48,7 @@ def save_ft_state(path: Path, heartbeat: HeartbeatTimeouts, section: SectionTime
         OSError: the directory can't be written.
     """
     document = {"v": _VERSION, **to_state(heartbeat, section)}
-    data = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-    temporary = path.with_name(path.name + ".new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-        os.rename(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    finally:
-        os.close(fd)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
 def adopt(current: Monitoring, heartbeat: HeartbeatTimeouts, section: SectionTimeouts) -> Monitoring:

@@ -18,9 +18,11 @@ from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import console, steps
 from nvrx_slurm.coordinator.agents_step import AgentsStep
 from nvrx_slurm.coordinator.app_log import AppLog
+from nvrx_slurm.coordinator.charge import EXIT_REPLACED, Charge
 from nvrx_slurm.coordinator.cycle import CycleMachine, Phase
 from nvrx_slurm.coordinator.cycle_info import CycleInfo, CycleInfos, write_cycle_info
 from nvrx_slurm.coordinator.ft_state import adopt, save_ft_state
+from nvrx_slurm.coordinator.handover import Handover, save_handover, shared_output
 from nvrx_slurm.coordinator.hang_evidence import (
     evidence_event,
     gpu_memory_event,
@@ -28,6 +30,8 @@ from nvrx_slurm.coordinator.hang_evidence import (
     write_evidence,
 )
 from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileError
+from nvrx_slurm.coordinator.job_end import leave_exit_code, nodes_to_exclude, start_again
+from nvrx_slurm.coordinator.lease import Fence
 from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, Policy
 from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.rank_logs import REORDER_S, RankLogs, last_lines
@@ -41,12 +45,10 @@ from nvrx_slurm.coordinator.unhealthy import complaint_of, health_event
 from nvrx_slurm.journal import JournalWriter, Record
 from nvrx_slurm.journal.events import AnyEvent
 from nvrx_slurm.slurm import (
-    CannotRequeueError,
     Job,
     SlurmClient,
     SlurmUnavailableError,
     UnknownJobError,
-    requeue,
 )
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
@@ -73,6 +75,24 @@ class Listening:
     token: str
     started: Callable[[int], None]
     """Told the port once agents can come."""
+
+
+@dataclass(frozen=True)
+class Succession:
+    """What a Coordinator goes on from that takes over from another host."""
+
+    fence: Fence
+    token: str
+    """The agents' own: they have it from the one before."""
+    lost: str
+    """That host."""
+    silent_s: float
+    restarts: int
+    """Those that it had made."""
+    excluded: Mapping[str, str]
+    """Nodes that it had excluded, and why."""
+    gone: frozenset[str]
+    """Nodes that it had lost."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +137,38 @@ class JobSpec:
     """How long before that the ranks are asked to save; 0: not at all."""
     rejoin_argv: Callable[[str], Sequence[str]] | None = None
     """The srun line of a new agent on one node; None only if :attr:`Policy.rejoin_timeout_s` is 0."""
+    standby: bool = False
+    """If this host is lost, another goes on in the same allocation; otherwise it requeues the job."""
+    succession: Succession | None = None
+
+    @property
+    def lease(self) -> Fence | None:
+        """What this Coordinator holds; None where nobody could take over."""
+        if self.succession is not None:
+            return self.succession.fence
+        return Fence(self.job_id, self.restart_count, 0) if self.step_argv and self.slurm else None
 
     @property
     def fence(self) -> str:
         """What an agent must have been started for; who comes by itself can know the job only."""
-        return f"{self.job_id}.{self.restart_count}.0" if self.step_argv else self.job_id
+        return str(self.lease or self.job_id)
+
+    def handover(self) -> Handover:
+        """Return what another host needs to go on."""
+        return Handover(
+            job_id=self.job_id,
+            restart_count=self.restart_count,
+            submitted=self.submitted,
+            policy=self.policy,
+            welcome=self.welcome,
+            monitoring=self.monitoring,
+            keep_timeouts=self.keep_timeouts,
+            standby=self.standby,
+            iteration_file=None if self.iteration_file is None else str(self.iteration_file),
+            ends=self.ends,
+            time_limit_margin_s=self.time_limit_margin_s,
+            output=shared_output(),
+        )
 
 
 class JobRunner:
@@ -132,7 +179,11 @@ class JobRunner:
         self._machine = CycleMachine(spec.policy)
         self._monitoring = spec.monitoring
         self._journal = JournalWriter(spec.run_dir.journal, spec.job_id, spec.restart_count)
-        self._token = spec.listening.token if spec.listening else rpc.new_token()
+        self._token = rpc.new_token()
+        if spec.listening is not None:
+            self._token = spec.listening.token
+        elif spec.succession is not None:
+            self._token = spec.succession.token
         self._server = AgentServer(self._token, spec.fence, spec.welcome, self)
         bind = spec.listening.address if spec.listening else spec.address
         self._stores = RendezvousStores(spec.address, self._store_lost, bind)
@@ -158,8 +209,13 @@ class JobRunner:
         self._told_of_iterations = False
         self._complained: set[str] = set()
         self._saving = asyncio.Lock()
-        self._bad_nodes: set[str] = set()
+        self._bad_nodes: set[str] = set(spec.succession.gone if spec.succession else ())
         """Nodes that the job should not get again."""
+        self._charge: Charge | None = None
+        if spec.lease is not None and spec.slurm is not None:
+            self._charge = Charge(
+                spec.run_dir, spec.lease, spec.host, spec.slurm, self._replaced, self._terminal.say
+            )
 
     async def run(self) -> int:
         """Run to the end; return the exit code. No process of the job is left when it returns."""
@@ -172,23 +228,30 @@ class JobRunner:
         for sig in set(_DRAIN_SIGNALS) - set(self._spec.stop_signals):
             loop.add_signal_handler(sig, self._feed, steps.DrainRequested(sig))
         port = await self._listen()
+        environ = self._agents_environ(port)
+        if self._charge is not None:
+            save_handover(self._spec.run_dir.handover, self._spec.handover())
+            self._charge.begin(environ[rpc.COORDINATOR_VARIABLE])
         self._announce()
         self._stores.start()
         writing = asyncio.create_task(self._write_logs())
-        environ = self._agents_environ(port)
-        step = AgentsStep(self._spec.step_argv, environ, self._terminal.say)
+        self._step_of_agents = step = AgentsStep(self._spec.step_argv, environ, self._terminal.say)
         self._returns = self._new_returns(environ)
         end = steps.End(EXIT_FAILED, "")
         if self._spec.time_limit_margin_s > 0:
             self._background.append(self._spawn(self._watch_time_limit()))
         try:
-            self._carry_out(self._machine.start())
+            self._carry_out(self._begin())
             if self._spec.step_argv:
                 await self._start_step(step)
             end = await self._ended
         finally:
             await self._server.shut_down(_AGENTS_GRACE_S, end.code)
-            await asyncio.gather(step.end(_SRUN_GRACE_S), self._end_returned())
+            if self._is_in_charge():
+                await asyncio.gather(step.end(_SRUN_GRACE_S), self._end_returned())
+            elif self._returns is not None:
+                # The successor's agents live by these steps.
+                await self._returns.stop_trying()
             await self._stores.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._log_queue.join(), _LAST_OUTPUT_TIMEOUT_S)
@@ -203,15 +266,43 @@ class JobRunner:
                 self._logs.close()
             except OSError as error:
                 self._complain("output", error)
-        if end.code == EXIT_RESTART_ELSEWHERE:
-            self._requeue()
+        code = await self._settle(end.code)
+        await asyncio.gather(step.end(0.0), self._end_returned())
         if self._complained:
             self._terminal.say(
                 f"WARNING: not everything could be written: {', '.join(sorted(self._complained))}"
             )
         self._journal.close()
         self._terminal.close(_TERMINAL_GRACE_S)
-        return end.code
+        return code
+
+    def _begin(self) -> Sequence[steps.Command]:
+        before = self._spec.succession
+        if before is None:
+            return self._machine.start()
+        why = f"the Coordinator's host has been silent for {before.silent_s:.0f} s"
+        return self._machine.take_over(time.monotonic(), before.lost, why, before.restarts, before.excluded)
+
+    async def _settle(self, code: int) -> int:
+        """Arrange with Slurm what is left to do; return the exit code."""
+        charge, slurm = self._charge, self._spec.slurm
+        if charge is not None and not charge.confirm():
+            return await charge.follow()
+        if code == EXIT_RESTART_ELSEWHERE:
+            self._requeue()
+        if charge is not None:
+            await charge.end(code)
+        if self._spec.succession is not None and slurm is not None and code != EXIT_RESTART_ELSEWHERE:
+            leave_exit_code(slurm, self._spec.job_id, self._spec.succession.lost, code, self._record)
+        return code
+
+    def _is_in_charge(self) -> bool:
+        return self._charge is None or self._charge.holds()
+
+    def _replaced(self) -> None:
+        """Another host has taken over: nothing that is heard or known here counts any more."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(steps.End(EXIT_REPLACED, "another host has taken over"))
 
     async def _listen(self) -> int:
         listening = self._spec.listening
@@ -227,28 +318,22 @@ class JobRunner:
             why = f"{self._spec.command} starts no job again: whoever started this one can do so"
             self._record(journal.NotRequeued(why=why))
             return
-        try:
-            plan = requeue(self._spec.slurm, self._spec.job_id, self._nodes_to_exclude())
-        except (CannotRequeueError, SlurmUnavailableError, UnknownJobError) as error:
-            self._record(journal.NotRequeued(why=str(error)))
-        else:
-            self._record(
-                journal.Requeued(
-                    excluded=list(plan.exclude), start_in_s=plan.start_in_s, warnings=list(plan.warnings)
-                )
-            )
-
-    def _nodes_to_exclude(self) -> list[str]:
-        """Return the nodes to blame; none if all others went: this host may have been cut off then."""
-        self._bad_nodes.update(self._machine.proven_bad)
-        left = set(self._spec.policy.nodes) - self._bad_nodes - {self._spec.host}
-        if not left and self._bad_nodes:
-            self._terminal.say("every other node went: not excluding them, this host may have been the cause")
-            return []
-        return sorted(self._bad_nodes)
+        bad = self._bad_nodes | set(self._machine.proven_bad)
+        without = nodes_to_exclude(bad, self._spec.policy.nodes, self._spec.host, self._terminal.say)
+        self._record(start_again(self._spec.slurm, self._spec.job_id, without))
 
     def _announce(self) -> None:
-        spec, policy = self._spec, self._spec.policy
+        spec, policy, before = self._spec, self._spec.policy, self._spec.succession
+        if before is not None:
+            self._record(
+                journal.CoordinatorLost(
+                    host=before.lost,
+                    successor=spec.host,
+                    fence=spec.fence,
+                    silent_s=round(before.silent_s, 3),
+                )
+            )
+            return
         self._record(
             journal.JobStarted(
                 nodes=list(policy.nodes),
@@ -272,6 +357,7 @@ class JobRunner:
             rpc.COORDINATOR_VARIABLE: f"{host}:{port}",
             rpc.TOKEN_VARIABLE: self._token,
             rpc.FENCE_VARIABLE: self._spec.fence,
+            "NVRX_RUN_DIR": str(self._spec.run_dir.path),
         }
 
     def _new_returns(self, environ: Mapping[str, str]) -> Returns | None:
@@ -302,7 +388,9 @@ class JobRunner:
         async def watch() -> None:
             self._feed(steps.StepEnded(await step.wait()))
 
-        self._spawn(watch())
+        if self._spec.succession is None:
+            # Otherwise it holds this host's agent alone: the others come by themselves.
+            self._spawn(watch())
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -326,6 +414,16 @@ class JobRunner:
         self._feed(steps.NodeLost(node, why, by_signal))
         if by_signal:
             self._bad_nodes.discard(node)
+        if self._charge is not None and self._is_alone():
+            self._background.append(
+                self._spawn(self._charge.while_alone(self._is_alone, self._step_of_agents.kill))
+            )
+
+    def _is_alone(self) -> bool:
+        """Tell whether the job has other hosts than this, and none of them is connected."""
+        spec, members = self._spec, self._machine.members
+        others = any(node != spec.host for node in spec.policy.nodes[:2])
+        return others and not members.has_others_than(spec.host)
 
     def message(self, node: str, message: msg.AgentMessage) -> None:
         match message:
@@ -441,10 +539,12 @@ class JobRunner:
         self._feed(steps.StoreLost(self._spec.host, why))
 
     def _feed(self, event: steps.Event) -> None:
-        if self._ended is not None and self._ended.done():
+        if (self._ended is not None and self._ended.done()) or not self._is_in_charge():
             return
         try:
-            self._carry_out(self._machine.handle(event, time.monotonic()))
+            commands = self._machine.handle(event, time.monotonic())
+            if self._charge is None or not _needs_charge(commands) or self._charge.confirm():
+                self._carry_out(commands)
         except Exception as error:
             # Logged and forgotten by the event loop, it would leave a job that waits for ever.
             traceback.print_exc()
@@ -572,6 +672,8 @@ class JobRunner:
     # --- journal, logs, console ----------------------------------------------------------------------
 
     def _record(self, event: AnyEvent, cycle: int | None = None) -> None:
+        if not self._is_in_charge():
+            return
         if cycle is None:
             cycle = self._machine.cycle
         if isinstance(event, journal.WorkersStopped | journal.JobEnded):
@@ -669,6 +771,11 @@ class JobRunner:
         if what not in self._complained:
             self._complained.add(what)
             self._terminal.say(f"WARNING: the {what} cannot be written to {self._spec.run_dir.path}: {error}")
+
+
+def _needs_charge(commands: Sequence[steps.Command]) -> bool:
+    """Tell whether a Coordinator that was replaced while it was suspended must not do this."""
+    return any(isinstance(command, steps.StartCycle | steps.End) for command in commands)
 
 
 def run_job(spec: JobSpec) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from nvrx_slurm.coordinator.files import replace_file, temporary_file
 
 RENEW_S = 10.0
 """How often a Coordinator renews its lease."""
@@ -110,8 +111,7 @@ class LeaseFile:
         Raises:
             OSError: the directory can't be written.
         """
-        with _temporary(self._lease, msgspec.json.encode(lease)) as path:
-            os.replace(path, self._lease)
+        replace_file(self._lease, msgspec.json.encode(lease))
 
     def highest_claim(self, fence: Fence) -> int:
         """Return the highest attempt that has been claimed in this start of the job, 0 if none has.
@@ -141,13 +141,11 @@ class LeaseFile:
         """
         self._claims.mkdir(mode=0o700, exist_ok=True)
         target = self._claims / str(fence)
-        with _temporary(target, f"{claimant}\n".encode()) as path:
+        with temporary_file(target, f"{claimant}\n".encode()) as path:
             with contextlib.suppress(FileExistsError):
                 os.link(path, target)
             # What link(2) returns may be of a request that NFS has sent twice; the count of links is not.
-            won = os.stat(path).st_nlink == 2
-            os.unlink(path)
-        return won
+            return os.stat(path).st_nlink == 2
 
     def newest(self, fence: Fence) -> Fence:
         """Return the newest fence of the job that lease or claims show, ``fence`` itself if none is newer.
@@ -160,20 +158,3 @@ class LeaseFile:
         if lease is not None:
             found.append(Fence.parse(lease.fence))
         return max((other for other in found if other.job == fence.job), default=fence)
-
-
-@contextlib.contextmanager
-def _temporary(target: Path, data: bytes) -> Iterator[Path]:
-    """Write a file beside ``target`` that is gone afterwards unless it was renamed."""
-    path = target.with_name(f".{target.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        yield path
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)

@@ -75,6 +75,10 @@ class Membership:
         """Return the length of :attr:`usable`, whatever the size of the job."""
         return len(self._connected) - len(self._leaving)
 
+    def has_others_than(self, host: str) -> bool:
+        """Tell whether any other node than ``host`` is connected."""
+        return len(self._connected) > (host in self._connected)
+
     @property
     def usable(self) -> tuple[str, ...]:
         """Nodes that a new cycle may run on, connected and not leaving, in line."""

@@ -51,6 +51,8 @@ class Policy:
     """Too few nodes, some lost: how long to wait for an agent to come back. 0: lost nodes stay away."""
     max_agent_losses: int = 3
     """A node that has lost its agent so often stays away."""
+    host: str | None = None
+    """Where the Coordinator runs, if another host may take over: alone, it decides nothing without Slurm."""
 
     @property
     def max_nodes(self) -> int:

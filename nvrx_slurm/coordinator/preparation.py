@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from nvrx_slurm.coordinator.lease import Fence
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.journal import CycleStarted, JobStarted, iterate_journal
 
@@ -121,7 +122,7 @@ def claim_own(run_dir: RunDir, job_id: str, restart_count: int, submitted: int) 
     Raises:
         RunDirError, JournalVersionError, OSError
     """
-    lock = run_dir.claim()
+    lock = run_dir.claim(Fence(job_id, restart_count, 0))
     if not _belongs_to_another_job(run_dir, job_id, restart_count, submitted):
         return lock, None
     aside = run_dir.set_aside()

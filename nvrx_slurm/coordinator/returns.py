@@ -111,10 +111,14 @@ class Returns:
 
     async def close(self, grace_s: float) -> None:
         """Try no more; end every step, those of agents that have come after ``grace_s`` seconds."""
+        await self.stop_trying()
+        await asyncio.gather(*(step.end(grace_s) for step in self._steps.values()))
+
+    async def stop_trying(self) -> None:
+        """Start no more agents; those that have come stay."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        await asyncio.gather(*(step.end(grace_s) for step in self._steps.values()))
 
     async def _bring_back(self, node: str) -> None:
         arrived = self._arrived[node]

@@ -9,6 +9,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvrx_slurm.coordinator.files import temporary_file
+from nvrx_slurm.coordinator.lease import Fence, LeaseError, LeaseFile
+
 
 class RunDirError(RuntimeError):
     """The run directory can't be used; the message says why and what to do."""
@@ -28,6 +31,14 @@ class RunDir:
     def ft_state(self) -> Path:
         return self.path / "ft_state.json"
 
+    @property
+    def _lock(self) -> Path:
+        return self.path / "coordinator.lock"
+
+    @property
+    def handover(self) -> Path:
+        return self.path / "handover.json"
+
     def cycle(self, number: int) -> Path:
         return self.path / "cycles" / str(number)
 
@@ -40,8 +51,11 @@ class RunDir:
     def merged_log(self, cycle: int) -> Path:
         return self.cycle(cycle) / "merged.log"
 
-    def claim(self) -> int:
+    def claim(self, fence: Fence | None = None) -> int:
         """Create the directory, mode 0700, and lock it; the lock lives as long as the returned descriptor.
+
+        A Coordinator of an earlier start of the job than that of ``fence`` does not count: the lock of a host
+        that was lost may live on in the file server.
 
         Raises:
             RunDirError: it can't be created, is another user's, or another Coordinator holds it.
@@ -49,7 +63,7 @@ class RunDir:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_owner()
-            fd = os.open(self.path / "coordinator.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RunDirError(
                 f"run directory {self.path}: {error.strerror}; choose one that is writable from every node "
@@ -59,10 +73,27 @@ class RunDir:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
+            if fence is not None and self._is_left_over(fence):
+                return self._replace_lock()
             raise RunDirError(
                 f"run directory {self.path} is in use by another nvrx-srun: wait for it, or choose another "
                 "with --run-dir"
             ) from error
+        return fd
+
+    def _is_left_over(self, fence: Fence) -> bool:
+        try:
+            lease = LeaseFile(self.path).read()
+        except LeaseError:
+            return False
+        holder = None if lease is None else Fence.parse(lease.fence)
+        return holder is not None and fence.is_newer_than(holder) and fence.restart > holder.restart
+
+    def _replace_lock(self) -> int:
+        with temporary_file(self._lock, b"") as path:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.replace(path, self._lock)
         return fd
 
     def _check_owner(self) -> None:
@@ -77,7 +108,7 @@ class RunDir:
                 f"run directory {self.path} is writable by others: `chmod go-w` it, or choose another "
                 "with --run-dir"
             )
-        for file in (self.journal, self.ft_state, self.path / "coordinator.lock"):
+        for file in (self.journal, self.ft_state, self.handover, self._lock):
             with contextlib.suppress(FileNotFoundError):
                 there = file.lstat()
                 if there.st_uid != os.geteuid() or not stat.S_ISREG(there.st_mode):

@@ -349,6 +349,31 @@ class NotRequeued(Event, frozen=True, tag="not_requeued"):
     why: str
 
 
+class CoordinatorLost(Event, frozen=True, tag="coordinator_lost"):
+    """The host of the Coordinator fell silent, and another node of the job has taken charge."""
+
+    host: str
+    successor: str
+    """The node that has taken charge; the events from here on are written there."""
+    fence: str
+    """Its ``job.restart.attempt``."""
+    silent_s: float
+    """For how long that node had seen no sign of life."""
+
+
+class ExitDeferred(Event, frozen=True, tag="exit_deferred"):
+    """The job has ended while its batch script was gone with its host: it is requeued, but only so that Slurm
+    learns the exit code."""
+
+    code: int
+
+
+class ExitReported(Event, frozen=True, tag="exit_reported"):
+    """The nvrx-srun that was started for that exits with the code."""
+
+    code: int
+
+
 AnyEvent = (
     JobStarted
     | NodeJoined
@@ -379,6 +404,9 @@ AnyEvent = (
     | JobEnded
     | Requeued
     | NotRequeued
+    | CoordinatorLost
+    | ExitDeferred
+    | ExitReported
 )
 
 

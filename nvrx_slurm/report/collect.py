@@ -9,6 +9,8 @@ from nvrx_slurm.journal import (
     CheckpointLoaded,
     CheckpointSaved,
     CycleStarted,
+    ExitDeferred,
+    ExitReported,
     FaultDetected,
     FirstStep,
     HangEvidence,
@@ -123,6 +125,10 @@ def collect(records: Iterable[Record]) -> tuple[list[AttemptNotes], int]:
         current = attempts[-1] if attempts else None
         if current is not None and record.attempt < current.number:
             left_out += 1
+            continue
+        if isinstance(record.event, ExitDeferred | ExitReported) and current is not None:
+            # Of the attempt that had come to the end; the one that reports it does nothing else.
+            current.entries.append(Entry(clock.read(record), record, None))
             continue
         begins = isinstance(record.event, JobStarted)
         if current is None or begins or record.attempt > current.number:

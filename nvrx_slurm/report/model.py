@@ -89,6 +89,7 @@ class MomentKind(str, enum.Enum):
     """What a line of the timeline is about."""
 
     JOB_STARTED = "job_started"
+    COORDINATOR_LOST = "coordinator_lost"
     NODE_JOINED = "node_joined"
     NODE_LOST = "node_lost"
     NODE_GIVEN_UP = "node_given_up"
@@ -114,6 +115,8 @@ class MomentKind(str, enum.Enum):
     JOB_ENDED = "job_ended"
     REQUEUED = "requeued"
     NOT_REQUEUED = "not_requeued"
+    EXIT_DEFERRED = "exit_deferred"
+    EXIT_REPORTED = "exit_reported"
     NO_END = "no_end"
 
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from nvrx_slurm.journal import (
     CheckpointLoaded,
     ControlRequested,
+    CoordinatorLost,
     CycleScored,
     CycleStarted,
+    ExitDeferred,
+    ExitReported,
     FaultDetected,
     FaultKind,
     FirstStep,
@@ -115,6 +118,9 @@ class _Teller:
         match entry.record.event:
             case JobStarted() as event:
                 yield MomentKind.JOB_STARTED, self._job_started(event)
+            case CoordinatorLost() as event:
+                text = f"{clean(event.successor)} takes over from {clean(event.host)}, the Coordinator's host"
+                yield MomentKind.COORDINATOR_LOST, f"{text}, silent for {plain_seconds(event.silent_s)}"
             case NodeJoined(node=node, returned=returned):
                 if node in self._out or self._began:
                     how = "is back, with a new agent" if returned else "joined"
@@ -153,6 +159,11 @@ class _Teller:
                 yield MomentKind.REQUEUED, _say_requeued(event)
             case NotRequeued(why=why):
                 yield MomentKind.NOT_REQUEUED, f"NOT requeued: {clean(why)}"
+            case ExitDeferred(code=code):
+                text = f"code {code} is left to the next start: the batch script is gone with its host"
+                yield MomentKind.EXIT_DEFERRED, text
+            case ExitReported(code=code):
+                yield MomentKind.EXIT_REPORTED, f"started again only to tell Slurm of code {code}"
             case TimeoutsCalculated() as event:
                 yield MomentKind.TIMEOUTS, _say_timeouts(event)
             case _:

@@ -60,6 +60,8 @@ class Job:
     """When its time is over, Unix seconds; it may still be changed. None: no limit, or not known."""
     preempted: bool = False
     """Slurm takes its nodes for another job, now or when a time of grace is over."""
+    launches: int = 0
+    """How often Slurm has had to launch it (``BatchFlag``): more than once only after failed launches."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class SlurmConfig:
 
     kill_wait_s: int
     slurmd_timeout_s: int
+    max_batch_requeue: int | None = None
+    """After so many failed launches a job is held, and its owner can't release it; None: before 23.02."""
 
 
 class SlurmClient(Protocol):
@@ -128,6 +132,14 @@ class SlurmClient(Protocol):
 
         Raises:
             SlurmUnavailableError
+        """
+        ...
+
+    def requeue(self, job_id: str) -> None:
+        """Requeue the job.
+
+        Raises:
+            SlurmRefusedError, SlurmUnavailableError
         """
         ...
 
@@ -210,6 +222,9 @@ class ScontrolClient:
 
     def config(self) -> SlurmConfig:
         return parse_config(self._scontrol("show", "config"))
+
+    def requeue(self, job_id: str) -> None:
+        self._order("requeue", job_id)
 
     def requeue_hold(self, job_id: str) -> None:
         self._order("requeuehold", job_id)
@@ -310,6 +325,7 @@ def parse_job(text: str, job_id: str) -> Job:
         nodes=tuple(expand_hostlist(present("NodeList") or "")),
         batch_host=present("BatchHost"),
         work_dir=Path(work_dir) if work_dir else None,
+        launches=number("BatchFlag"),
         batch=number("BatchFlag") > 0,
         requeue=number("Requeue") == 1,
         restarts=number("Restarts"),
@@ -347,4 +363,9 @@ def parse_config(text: str) -> SlurmConfig:
             raise SlurmUnavailableError(f"`scontrol show config` does not tell {name}")
         return int(match.group(1))
 
-    return SlurmConfig(kill_wait_s=seconds("KillWait"), slurmd_timeout_s=seconds("SlurmdTimeout"))
+    most = re.search(r"^MaxBatchRequeue\s*=\s*(\d+)", text, re.M)
+    return SlurmConfig(
+        kill_wait_s=seconds("KillWait"),
+        slurmd_timeout_s=seconds("SlurmdTimeout"),
+        max_batch_requeue=int(most.group(1)) if most else None,
+    )

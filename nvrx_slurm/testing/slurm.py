@@ -81,6 +81,9 @@ class FakeSlurmClient:
         self._answer()
         return self.settings
 
+    def requeue(self, job_id: str) -> None:
+        self._order("requeue", job_id, {}, state="PENDING")
+
     def requeue_hold(self, job_id: str) -> None:
         self._order("requeuehold", job_id, {}, state="REQUEUE_HOLD")
 

@@ -731,7 +731,7 @@ def test_a_silent_coordinator_is_given_up_by_its_agents(job: Jobs) -> None:
     run = job(BREEDS + WAITS, *COLD, *QUICK_STOP, *STAY_AWAY, nodes=2, ranks=1).start()
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
     run.signal(signal.SIGSTOP)
-    until("only the Coordinator's own processes are left", lambda: len(run.processes()) <= 2, 15)
+    until("no rank is left", lambda: not run.ranks(0, 1), 15)
     run.signal(signal.SIGCONT)
     assert run.wait() == 75
     assert run.nothing_is_left()
