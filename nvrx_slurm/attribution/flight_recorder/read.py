@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -137,17 +138,24 @@ def _read_all(paths: Sequence[Path], workers: int) -> Iterator[_Read]:
         return
     # Fork would copy the locks of the caller's threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        min(workers, len(batches)), mp_context=context, initializer=_limit_memory
-    ) as pool:
-        for found in pool.map(_read_batch, batches):
+    with ProcessPoolExecutor(min(workers, len(batches)), mp_context=context, initializer=_prepare) as pool:
+        for found in pool.map(_read_and_collect, batches):
             yield from found
 
 
-def _limit_memory() -> None:
+def _prepare() -> None:
+    """Set up a process of the pool."""
+    # Half of the time goes into looking for cycles, and a dump has none unless it is hostile.
+    gc.disable()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _WORKER_MEMORY if hard == resource.RLIM_INFINITY else min(hard, _WORKER_MEMORY)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _read_and_collect(paths: Sequence[Path]) -> list[_Read]:
+    found = _read_batch(paths)
+    gc.collect()
+    return found
 
 
 def _read_batch(paths: Sequence[Path]) -> list[_Read]:

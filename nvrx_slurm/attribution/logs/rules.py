@@ -141,25 +141,20 @@ class RuleSet:
     def match(self, line: str) -> Rule | None:
         """Return the rule that decides about a line, or None."""
         prefix = parse_prefix(clip(line))
-        return self.match_text(prefix.text, prefix.level, whole=clip(line))
+        return self.match_text(prefix.text, prefix.level)
 
-    def match_text(self, text: str, level: LineLevel, whole: str) -> Rule | None:
-        """Return the rule for a line whose prefixes are known.
-
-        Args:
-            text: the line without them.
-            whole: the line with them: some programs say in a prefix what failed.
-        """
-        text, whole = text.lower(), whole.lower()
+    def match_text(self, text: str, level: LineLevel) -> Rule | None:
+        """Return the rule for a line that its prefixes were taken off."""
+        text = text.lower()
         possible = set(self._always)
         for literal, places in self._by_literal.items():
-            if literal in whole:
+            if literal in text:
                 possible.update(places)
         for at in sorted(possible):
             rule = self.rules[at]
             if rule.family.soft and level is not LineLevel.ERROR:
                 continue
-            if rule.matcher.search(text) or (text is not whole and rule.matcher.search(whole)):
+            if rule.matcher.search(text):
                 return rule
         return None
 

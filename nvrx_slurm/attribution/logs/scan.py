@@ -133,12 +133,12 @@ class LogScanner:
     def _lines(self, block: bytes) -> None:
         lines = block.split(b"\n")
         skeletons = _skeleton(block).split(b"\n")
-        number, kinds = self.scan.lines, self._kinds
+        number, kinds, unfinished = self.scan.lines, self._kinds, self._tracebacks.unfinished
         for at, skeleton in enumerate(skeletons):
             kind = kinds.get(skeleton)
-            if kind is _HARMLESS and not self._tracebacks:
+            if kind is _HARMLESS and not unfinished:
                 continue
-            if kind is _MARKS and not self._tracebacks:
+            if kind is _MARKS and not unfinished:
                 self._last_mark = (lines[at], number + at + 1)
                 continue
             self._line(lines[at], skeleton, kind, number + at + 1)
@@ -149,7 +149,7 @@ class LogScanner:
         if len(raw) > _MAX_LINE:
             raw = raw[: _MAX_LINE // 2] + raw[-_MAX_LINE // 4 :]
             skeleton = _skeleton(raw)
-        if self._tracebacks and self._continues_traceback(raw, number):
+        if self._tracebacks.unfinished and self._continues_traceback(raw, number):
             return
         if kind is None:
             kind = self._judge(raw, skeleton)
@@ -202,7 +202,7 @@ class LogScanner:
         if key in self._matched:
             rule = self._matched[key]
         else:
-            rule = self._rules.match_text(prefix.text, prefix.level, whole)
+            rule = self._rules.match_text(prefix.text, prefix.level)
             if len(self._matched) >= _MAX_SKELETONS:
                 self._matched.clear()
             self._matched[key] = rule
@@ -231,7 +231,7 @@ class LogScanner:
         return belongs
 
     def _raised(self, raised: Raised, prefix: Prefix, whole: str, number: int) -> None:
-        rule = self._rules.match_text(prefix.text, prefix.level, whole)
+        rule = self._rules.match_text(prefix.text, prefix.level)
         family = rule.family if rule is not None and rule.family.role is not Role.BENIGN else None
         if family is None:
             family = self._rules.families["code.exception"]

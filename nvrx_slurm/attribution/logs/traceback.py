@@ -43,14 +43,12 @@ class _Open:
 class Tracebacks:
     """The tracebacks that have begun and not ended, one stack per rank."""
 
-    _open: dict[int | None, list[_Open]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
+    unfinished: dict[int | None, list[_Open]] = field(default_factory=dict)
+    """By rank; empty while no traceback is being read."""
 
     def begin(self, rank: int | None, line: int) -> None:
-        if len(self._open) < _MAX_OPEN:
-            stack = self._open.setdefault(rank, [])
+        if len(self.unfinished) < _MAX_OPEN:
+            stack = self.unfinished.setdefault(rank, [])
             # Without ranks, the lines of several tracebacks may be mixed; else a new one replaces a torn one.
             if rank is not None or len(stack) >= 8:
                 stack.clear()
@@ -62,7 +60,7 @@ class Tracebacks:
         Returns:
             Whether the line belongs to a traceback, and the exception if it ends one.
         """
-        stack = self._open.get(rank)
+        stack = self.unfinished.get(rank)
         if not stack:
             return False, None
         top = stack[-1]
@@ -88,8 +86,8 @@ class Tracebacks:
         return True, Raised(top.line, kind, message, top.user or top.innermost, text.strip())
 
     def _close(self, rank: int | None) -> None:
-        stack = self._open.get(rank)
+        stack = self.unfinished.get(rank)
         if stack:
             stack.pop()
         if not stack:
-            self._open.pop(rank, None)
+            self.unfinished.pop(rank, None)
