@@ -11,7 +11,7 @@ from nvrx_slurm.attribution.culprits import confidence, excluded_nodes, find_cul
 from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault, SchedulerState
 from nvrx_slurm.attribution.fingerprint import entity, fingerprint, flight_fingerprint
 from nvrx_slurm.attribution.flight_recorder import CulpritClass, FlightReport, analyze_directory
-from nvrx_slurm.attribution.history import Attempt, count
+from nvrx_slurm.attribution.history import Attempt, Counts, count
 from nvrx_slurm.attribution.logs.finding import Finding, Source, SourceKind
 from nvrx_slurm.attribution.logs.prefix import Claim
 from nvrx_slurm.attribution.logs.rules import UNKNOWN, Exclude, Family, Restart, Role, RuleSet, Scope
@@ -91,20 +91,8 @@ def conclude(
     counts = count(history, attempt)
     scope = _scope(family, flight, choice)
     family = _bounded_if_desync(dataclasses.replace(family, scope=scope), flight, choice)
-    sure = confidence(choice, len(missing))
-    if flight is not None and flight.culprits and choice.tier <= Tier.SYMPTOM:
-        sure = max(sure, max(culprit.confidence for culprit in flight.culprits))
-    case = Case(
-        family=family,
-        counts=counts,
-        scheduler=evidence.scheduler,
-        trained=progress.trained,
-        checkpoint_advanced=progress.saved_step is not None
-        and (progress.loaded_step is None or progress.saved_step > progress.loaded_step),
-        exclude=excluded_nodes(culprits, counts.implicated, config.implications),
-        certain=choice.tier not in (Tier.UNVERIFIED, Tier.CANCELLED_STEP),
-    )
-    decision = decide(case, config)
+    excluded = excluded_nodes(culprits, counts.implicated, config.implications)
+    decision = decide(_case(family, counts, evidence, progress, excluded, choice), config)
     return Attribution(
         job=evidence.job,
         attempt=evidence.attempt,
@@ -117,12 +105,39 @@ def conclude(
         fingerprint=attempt.fingerprint,
         entity=attempt.entity,
         coverage=_coverage(evidence, scans, flight, missing),
-        confidence=sure,
+        confidence=_confidence(choice, flight, len(missing)),
         explanation=_explain(choice, culprits[0].reasons if culprits else (), decision)[:MAX_EXPLANATION],
         decision=decision,
         counts=counts,
         flight=flight,
     )
+
+
+def _case(
+    family: Family,
+    counts: Counts,
+    evidence: CycleEvidence,
+    progress: ProgressFacts,
+    excluded: tuple[str, ...],
+    choice: Choice,
+) -> Case:
+    saved, loaded = progress.saved_step, progress.loaded_step
+    return Case(
+        family=family,
+        counts=counts,
+        scheduler=evidence.scheduler,
+        trained=progress.trained,
+        checkpoint_advanced=saved is not None and (loaded is None or saved > loaded),
+        exclude=excluded,
+        certain=choice.tier not in (Tier.UNVERIFIED, Tier.CANCELLED_STEP),
+    )
+
+
+def _confidence(choice: Choice, flight: FlightReport | None, missing: int) -> float:
+    sure = confidence(choice, missing)
+    if flight is not None and flight.culprits and choice.tier <= Tier.SYMPTOM:
+        return max(sure, max(culprit.confidence for culprit in flight.culprits))
+    return sure
 
 
 def as_attempt(result: Attribution, seconds: float | None = None) -> Attempt:

@@ -119,18 +119,21 @@ class Attribution:
             },
             "confidence": self.confidence,
             "explanation": self.explanation,
-            "decision": {
-                "action": self.decision.action.value,
-                "rule": self.decision.rule,
-                "why": self.decision.why,
-                "exclude": list(self.decision.exclude),
-                "delay_s": self.decision.delay_s,
-                "rejected": self.decision.rejected,
-                "counted": self.decision.counted,
-                "same_root_no_advance": self.counts.same_root_no_advance,
-            },
+            "decision": self._decision(),
             "flight_recorder": self.flight.document() if self.flight else None,
             "model": self.model,
+        }
+
+    def _decision(self) -> dict[str, Any]:
+        return {
+            "action": self.decision.action.value,
+            "rule": self.decision.rule,
+            "why": self.decision.why,
+            "exclude": list(self.decision.exclude),
+            "delay_s": self.decision.delay_s,
+            "rejected": self.decision.rejected,
+            "counted": self.decision.counted,
+            "same_root_no_advance": self.counts.same_root_no_advance,
         }
 
 
