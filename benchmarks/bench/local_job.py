@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from nvrx_slurm.coordinator.ft_state import load_ft_state
-from nvrx_slurm.coordinator.job import JobSpec, run_job
+from nvrx_slurm.coordinator.job import run_job
+from nvrx_slurm.coordinator.job_spec import JobSpec
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.preparation import first_cycle
 from nvrx_slurm.coordinator.run_dir import RunDir

@@ -281,7 +281,8 @@ def main(
         raise click.UsageError(f"run directory {directory.path}: {error}") from error
 
     from nvrx_slurm.coordinator.ft_state import FtStateError, load_ft_state
-    from nvrx_slurm.coordinator.job import JobSpec, run_job
+    from nvrx_slurm.coordinator.job import run_job
+    from nvrx_slurm.coordinator.job_spec import JobSpec
     from nvrx_slurm.wire import messages as msg
 
     others = [node for node in nodes if node != job.node_name] or list(nodes)

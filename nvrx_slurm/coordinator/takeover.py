@@ -12,8 +12,8 @@ from pathlib import Path
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator.address import address_toward
 from nvrx_slurm.coordinator.handover import Handover, JobState, job_state
-from nvrx_slurm.coordinator.job import JobSpec, Succession
 from nvrx_slurm.coordinator.job_end import start_again
+from nvrx_slurm.coordinator.job_spec import JobSpec, Succession
 from nvrx_slurm.coordinator.past import past_of_job
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.successor import Won

@@ -142,7 +142,8 @@ def _start_coordinator(launch: Launch, name: str, token: str) -> Coordinator:
 def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], None]) -> int:
     from nvrx_slurm.coordinator.cycle_info import current_path
     from nvrx_slurm.coordinator.ft_state import load_ft_state
-    from nvrx_slurm.coordinator.job import JobSpec, Listening, run_job
+    from nvrx_slurm.coordinator.job import run_job
+    from nvrx_slurm.coordinator.job_spec import JobSpec, Listening
     from nvrx_slurm.coordinator.past import past_of_job
     from nvrx_slurm.coordinator.preparation import attempts, first_cycle
     from nvrx_slurm.coordinator.server import CannotListenError

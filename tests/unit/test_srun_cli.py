@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from nvrx_slurm.cli.srun import main
 from nvrx_slurm.coordinator import job as coordinator_job
-from nvrx_slurm.coordinator.job import JobSpec
+from nvrx_slurm.coordinator.job_spec import JobSpec
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.past import Past
 from nvrx_slurm.coordinator.run_dir import RunDir

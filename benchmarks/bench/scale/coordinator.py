@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from nvrx_slurm.coordinator.job import JobSpec, run_job
+from nvrx_slurm.coordinator.job import run_job
+from nvrx_slurm.coordinator.job_spec import JobSpec
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.slurm import ScontrolClient
