@@ -22,10 +22,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from nvrx_slurm import journal
+from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.blame import Blame, find_culprit
 from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
+from nvrx_slurm.coordinator.ending import Ending, Lack
+from nvrx_slurm.coordinator.faults import (
+    exit_fault,
+    lost_fault,
+    request_fault,
+    start_fault,
+    unhealthy_fault,
+)
+from nvrx_slurm.coordinator.formation import Formation
+from nvrx_slurm.coordinator.judgement import Judgement, Replaced
+from nvrx_slurm.coordinator.lost_nodes import LostNodes
 from nvrx_slurm.coordinator.membership import Membership
-from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits
 from nvrx_slurm.coordinator.placement import Rules
 from nvrx_slurm.coordinator.policy import (
     EXIT_FAILED,
@@ -35,50 +46,9 @@ from nvrx_slurm.coordinator.policy import (
     Policy,
 )
 from nvrx_slurm.coordinator.progress import highest
-from nvrx_slurm.coordinator.running_cycle import RunningCycle, exit_fault
-from nvrx_slurm.coordinator.scoring import EndedCycle, Scoring
-from nvrx_slurm.coordinator.steps import (
-    Arm,
-    AskRanksToStop,
-    CheckpointLoaded,
-    CheckpointSaved,
-    Command,
-    ConsultSlurm,
-    ControlRequested,
-    Disarm,
-    Disconnect,
-    DrainRequested,
-    End,
-    Event,
-    IterationRead,
-    NodeHealth,
-    NodeJoined,
-    NodeLeaving,
-    NodeLost,
-    NodeReady,
-    NodeStaysAway,
-    NodeStepping,
-    NodeStopped,
-    NodeUnusable,
-    ProbeNodes,
-    RankExited,
-    RankStalled,
-    Recall,
-    SlurmAnswered,
-    SnapshotsTaken,
-    StartCycle,
-    StartFailed,
-    StepEnded,
-    StepReached,
-    StopCycle,
-    StopRequested,
-    StoreLost,
-    Timer,
-    TimerFired,
-    Write,
-)
-from nvrx_slurm.coordinator.suspects import Suspects
-from nvrx_slurm.coordinator.unhealthy import LOOK_S, YOUNG_S, Complaint, Unhealthy
+from nvrx_slurm.coordinator.running_cycle import RunningCycle
+from nvrx_slurm.coordinator.steps import Arm, Disarm, End, Timer
+from nvrx_slurm.coordinator.unhealthy import YOUNG_S, Complaint, Unhealthy
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 
@@ -114,26 +84,15 @@ class CycleMachine:
         rules = Rules(policy.active_nodes, policy.segment, policy.group_size)
         self.members = Membership(policy.nodes, rules, policy.last_choice, policy.max_unknown_nodes)
         self.budget = Budget(policy.max_restarts, policy.limits, replace(policy.past.progress))
-        self._suspects = Suspects(policy.limits.exclude_after, policy.past.faults)
-        self._scoring = Scoring(
-            self.budget.progress, policy.limits, policy.has_iteration_file, self._suspects.note_progress
-        )
+        self._judgement = Judgement(policy, self.budget)
+        self._formation = Formation(policy, self.members, self.budget)
+        self._lost_nodes = LostNodes(policy, self.members)
+        self._ending = Ending(policy)
         self._unhealthy = Unhealthy()
-        self._fruits = Fruits()
         self._current = RunningCycle()
-        self._grace_over = False
-        self._ending: End | None = None
-        self._draining = False
-        self._signalled: signal.Signals | None = None
-        self._awaits_slurm = False
-        self._left_by_signal = False
-        self._asked_away: list[str] = []
-        """Nodes whose agents were asked to go; recalled when it is clear that the job is not being ended."""
-        self._topology_told = False
         self._restart_why = ""
         """What ended the last cycle."""
-        self._for_lack_of_nodes: tuple[End, Blame | None] | None = None
-        self._commands: list[Command] = []
+        self._commands: list[steps.Command] = []
         self._now = 0.0
 
     @property
@@ -159,15 +118,15 @@ class CycleMachine:
     @property
     def proven_bad(self) -> tuple[str, ...]:
         """Nodes on trial without which training got further; see :mod:`nvrx_slurm.coordinator.suspects`."""
-        return self._suspects.proven(self._now)
+        return self._judgement.proven_bad(self._now)
 
-    def start(self) -> list[Command]:
+    def start(self) -> list[steps.Command]:
         """Begin to form the first cycle."""
-        return [Arm(Timer.JOIN, self.policy.join_timeout_s), *self._scoring.start()]
+        return [Arm(Timer.JOIN, self.policy.join_timeout_s), *self._judgement.start()]
 
     def take_over(
         self, now: float, lost: str, why: str, restarts: int, excluded: Mapping[str, str]
-    ) -> list[Command]:
+    ) -> list[steps.Command]:
         """Begin where another Coordinator stopped when its host ``lost`` fell silent: that costs a restart.
 
         Args:
@@ -179,7 +138,7 @@ class CycleMachine:
             self.members.exclude(node, reason)
         self.budget.restarts = restarts
         self.cycle = max(0, self.policy.first_cycle - 1)
-        fault = FaultDetected(kind=FaultKind.NODE_LOST, node=lost, detector="lease", detail=why)
+        fault = lost_fault(lost, "lease", why)
         self._write(fault)
         self._write(journal.NodeLost(node=lost, why=why))
         self._exclude(lost, "the Coordinator's host was lost")
@@ -194,7 +153,7 @@ class CycleMachine:
         self._do(Arm(Timer.JOIN, self.policy.join_timeout_s))
         return self._commands
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: steps.Event, now: float) -> list[steps.Command]:
         """Take one event; return what to do, in order."""
         self._commands = []
         self._now = now
@@ -202,35 +161,33 @@ class CycleMachine:
             self._dispatch(event)
         return self._commands
 
-    def _dispatch(self, event: Event) -> None:
+    def _dispatch(self, event: steps.Event) -> None:
         match event:
-            case NodeJoined():
+            case steps.NodeJoined():
                 self._joined(event)
-            case NodeHealth():
+            case steps.NodeHealth():
                 self._health_told(event)
-            case NodeUnusable():
+            case steps.NodeUnusable():
                 self._unusable(event)
-            case NodeLeaving():
+            case steps.NodeLeaving():
                 self._leaving(event)
-            case NodeLost():
+            case steps.NodeLost():
                 self._lost(event)
-            case NodeStaysAway():
+            case steps.NodeStaysAway():
                 self._stays_away(event)
-            case SlurmAnswered():
+            case steps.SlurmAnswered():
                 self._slurm_answered(event)
-            case StepEnded():
+            case steps.StepEnded():
                 self._step_ended(event)
-            case StopRequested():
+            case steps.StopRequested():
                 self._stop_requested(event)
-            case DrainRequested():
+            case steps.DrainRequested():
                 self._drain_requested(event)
-            case IterationRead():
+            case steps.IterationRead():
                 self._iteration_read(event)
-            case StoreLost():
-                self._fault(
-                    FaultDetected(kind=FaultKind.START, node=event.host, detector="store", detail=event.why)
-                )
-            case TimerFired():
+            case steps.StoreLost():
+                self._fault(start_fault(event.host, "store", event.why))
+            case steps.TimerFired():
                 self._timer_fired(event.timer)
             case _ if event.cycle == self.cycle and self._has_ranks(event.node):
                 self._cycle_event(event)
@@ -239,52 +196,45 @@ class CycleMachine:
 
     def _cycle_event(
         self,
-        event: StartFailed
-        | RankExited
-        | RankStalled
-        | SnapshotsTaken
-        | NodeReady
-        | NodeStepping
-        | StepReached
-        | CheckpointSaved
-        | CheckpointLoaded
-        | ControlRequested
-        | NodeStopped,
+        event: steps.StartFailed
+        | steps.RankExited
+        | steps.RankStalled
+        | steps.SnapshotsTaken
+        | steps.NodeReady
+        | steps.NodeStepping
+        | steps.StepReached
+        | steps.CheckpointSaved
+        | steps.CheckpointLoaded
+        | steps.ControlRequested
+        | steps.NodeStopped,
     ) -> None:
-        signs = self._current.signs
         match event:
-            case StepReached(step=step):
-                signs.step = highest(signs.step, step)
-            case CheckpointSaved(step=step):
-                signs.saved = highest(signs.saved, step)
-            case CheckpointLoaded(step=step):
-                signs.loaded = highest(signs.loaded, step)
-            case ControlRequested():
+            case steps.StepReached() | steps.CheckpointSaved() | steps.CheckpointLoaded():
+                self._current.note_step(event)
+            case steps.ControlRequested():
                 self._control_requested(event)
-            case StartFailed():
-                self._fault(
-                    FaultDetected(kind=FaultKind.START, node=event.node, detector="start", detail=event.why)
-                )
-            case RankExited():
+            case steps.StartFailed():
+                self._fault(start_fault(event.node, "start", event.why))
+            case steps.RankExited():
                 self._rank_exited(event)
-            case RankStalled():
+            case steps.RankStalled():
                 self._rank_stalled(event)
-            case SnapshotsTaken():
+            case steps.SnapshotsTaken():
                 self._snapshots_taken(event)
-            case NodeReady():
+            case steps.NodeReady():
                 self._node_ready(event)
-            case NodeStepping():
+            case steps.NodeStepping():
                 self._node_stepping(event)
-            case NodeStopped():
+            case steps.NodeStopped():
                 if self.phase is Phase.STOPPING:
                     self._current.note_stalled(event.stalled_s)
                 self._node_stopped(event.node)
 
-    def _do(self, *commands: Command) -> None:
+    def _do(self, *commands: steps.Command) -> None:
         self._commands.extend(commands)
 
     def _write(self, event: journal.events.AnyEvent) -> None:
-        self._do(Write(event, self.cycle))
+        self._do(steps.Write(event, self.cycle))
 
     # --- membership ----------------------------------------------------------------------------------
 
@@ -297,25 +247,24 @@ class CycleMachine:
         """Tell whether ``rank`` of the running cycle is on ``node``."""
         return self._has_ranks(node) and rank in self._current.ranks_of(node)
 
-    def _joined(self, event: NodeJoined) -> None:
+    def _joined(self, event: steps.NodeJoined) -> None:
         node, members = event.node, self.members
         if not members.admit(node, event.place):
             why = f"{node} is not a node of this job"
             if self.policy.max_unknown_nodes:
                 why = f"the job has all the nodes that it may have: {self.policy.max_nodes}"
-            self._do(Disconnect(node, why))
+            self._do(steps.Disconnect(node, why))
             return
         refusal = members.reason_of(node)
         if refusal is not None:
-            self._do(Disconnect(node, refusal))
+            self._do(steps.Disconnect(node, refusal))
             return
         again = "another agent of this node took its place" if members.is_connected(node) else None
         if again is not None:
             self._write(journal.NodeLost(node=node, why=again))
         misfit = members.misfit(event.slots)
         if misfit is not None:
-            self._exclude(node, misfit)
-            self._do(Disconnect(node, misfit))
+            self._put_out(node, misfit)
         else:
             returned = members.connect(node, event.slots, event.location)
             self._write(journal.NodeJoined(node=node, slots=event.slots, returned=returned))
@@ -324,7 +273,7 @@ class CycleMachine:
         elif self.phase is Phase.FORMING:
             self._form()
 
-    def _unusable(self, event: NodeUnusable) -> None:
+    def _unusable(self, event: steps.NodeUnusable) -> None:
         node = event.node
         # Where an agent is at work already, this one was too many, and going is all that it can do.
         known = self.members.admit(node)
@@ -338,7 +287,7 @@ class CycleMachine:
         if self.phase is Phase.FORMING:
             self._form()
 
-    def _health_told(self, event: NodeHealth) -> None:
+    def _health_told(self, event: steps.NodeHealth) -> None:
         """Note it for the next cycle; stop the running one if it is serious."""
         self._unhealthy.note(event.node, event.complaint)
         if event.complaint is None or not self.members.is_connected(event.node):
@@ -348,14 +297,7 @@ class CycleMachine:
         elif self.phase in _AT_WORK and event.node not in self._current:
             self._exclude_unhealthy(among=(event.node,))
         elif self.phase in _AT_WORK and self._current.needs(event.node) and self._is_serious(event.complaint):
-            self._fault(
-                FaultDetected(
-                    kind=FaultKind.UNHEALTHY,
-                    node=event.node,
-                    detector="health",
-                    detail=event.complaint.what,
-                )
-            )
+            self._fault(unhealthy_fault(event.node, event.complaint))
 
     def _is_serious(self, complaint: Complaint) -> bool:
         """Tell whether to stop the cycle for it: no rank can go on there, or the cycle is young.
@@ -371,15 +313,14 @@ class CycleMachine:
         connected = self.members.usable
         for node, what in self._unhealthy.believed(connected).items():
             if among is None or node in among:
-                self._exclude(node, what)
-                self._do(Disconnect(node, what))
+                self._put_out(node, what)
         for check in self._unhealthy.tell_once(connected):
             self._write(journal.HealthDisbelieved(check=check, nodes=len(connected)))
 
-    def _leaving(self, event: NodeLeaving) -> None:
+    def _leaving(self, event: steps.NodeLeaving) -> None:
         if not self.members.is_connected(event.node):
             return
-        self._left_by_signal |= event.by_signal
+        self._ending.left_by_signal |= event.by_signal
         self.members.leave(event.node)
         if self.phase is Phase.FORMING:
             self._form()
@@ -387,13 +328,17 @@ class CycleMachine:
             # Its ranks are being stopped: the others would wait for them until the last has gone.
             self._node_lost(event.node, event.why, asked=event.by_signal)
 
-    def _lost(self, event: NodeLost) -> None:
+    def _lost(self, event: steps.NodeLost) -> None:
         if not self.members.is_connected(event.node):
             return
-        self._left_by_signal |= event.by_signal
+        self._ending.left_by_signal |= event.by_signal
         self.members.lose(event.node)
         self._write(journal.NodeLost(node=event.node, why=event.why))
-        self._may_return(event.node, asked=event.by_signal)
+        worn_out = self._lost_nodes.worn_out(event.node)
+        if worn_out is not None:
+            self._exclude(event.node, worn_out)
+        else:
+            self._do(*self._lost_nodes.lost(event.node, asked=event.by_signal))
         self._agent_is_gone(event.node, event.why, asked=event.by_signal)
 
     def _agent_is_gone(self, node: str, why: str, asked: bool = False) -> None:
@@ -402,39 +347,12 @@ class CycleMachine:
             self._form()
             return
         stopping = self.phase is Phase.STOPPING and node in self._current.stopping
-        if self._current.needs(node) and (self.phase in _AT_WORK or (stopping and self._ending is None)):
+        if self._current.needs(node) and (self.phase in _AT_WORK or (stopping and self._ending.end is None)):
             self._node_lost(node, why, asked)
         if stopping:
             self._node_stopped(node)
 
-    def _may_return(self, node: str, asked: bool) -> None:
-        """Have a new agent started on a lost node, unless it loses one after the other."""
-        losses = self.members.losses_of(node)
-        if self.policy.rejoin_timeout_s <= 0:
-            return
-        if losses >= self.policy.max_agent_losses:
-            self._exclude(node, f"it has lost its agent {losses} times")
-        elif asked and not self.members.is_awaited(node):
-            self._asked_away.append(node)
-        else:
-            self._recall(node)
-
-    def _recall(self, *nodes: str) -> None:
-        for node in nodes:
-            if not self.members.is_connected(node) and self.members.reason_of(node) is None:
-                self._await(node)
-                self._do(Recall(node))
-
-    def _await(self, *nodes: str) -> None:
-        for node in nodes:
-            self.members.await_return(node)
-            self._do(Arm(Timer.REJOIN, self.policy.rejoin_timeout_s))
-
-    def _recall_asked_away(self) -> None:
-        nodes, self._asked_away = self._asked_away, []
-        self._recall(*nodes)
-
-    def _stays_away(self, event: NodeStaysAway) -> None:
+    def _stays_away(self, event: steps.NodeStaysAway) -> None:
         if event.node not in self.members or self.members.is_connected(event.node):
             return
         self.members.give_up(event.node)
@@ -443,14 +361,18 @@ class CycleMachine:
             self._form()
 
     def _node_lost(self, node: str, why: str, asked: bool) -> None:
-        fault = FaultDetected(kind=FaultKind.NODE_LOST, node=node, detector="stream", detail=why)
-        self._fault(fault, tell=not asked)
+        self._fault(lost_fault(node, "stream", why), tell=not asked)
 
     def _exclude(self, node: str, reason: str, on_trial: bool = False) -> None:
         self.members.exclude(node, reason)
         self._write(journal.NodeExcluded(node=node, reason=reason, on_trial=on_trial))
 
-    def _step_ended(self, event: StepEnded) -> None:
+    def _put_out(self, node: str, reason: str) -> None:
+        """Exclude a node that is connected, and tell it why."""
+        self._exclude(node, reason)
+        self._do(steps.Disconnect(node, reason))
+
+    def _step_ended(self, event: steps.StepEnded) -> None:
         nobody_ever = self.members.nobody_came
         self.members.expect_no_more()
         if nobody_ever:
@@ -462,42 +384,22 @@ class CycleMachine:
 
     def _form(self) -> None:
         """Start the next cycle if there are nodes for it; end the job if there never will be."""
-        policy, members = self.policy, self.members
-        if self._draining:
+        if self._ending.draining:
             self._end(EXIT_RESTART_ELSEWHERE, "asked to stop before a new cycle could begin")
             return
-        if not self._awaits_more:
+        if not self._formation.awaits_more:
             self._exclude_unhealthy()
-        if not self.active and not members.expects_more and members.lacks_domains:
-            self._end(
-                EXIT_USAGE,
-                f"segments of {policy.segment} nodes need NVLink domains, and no node tells its own: neither "
-                "NVML's fabric information nor NVRX_DOMAIN_ID",
-            )
-            return
-        shortage = members.shortage(self.active)
-        if shortage is not None:
-            cause = f": {self._restart_why}" if self._restart_why else ""
-            self._end_for_lack_of_nodes(End(EXIT_RESTART_ELSEWHERE, f"{shortage}{cause}"))
-            return
-        if members.usable_count < policy.active_nodes:
-            return
-        if self._awaits_more:
-            self._do(Arm(Timer.FORM_GRACE, policy.form_grace_s))
-            return
-        nodes = members.choose(self.active)
-        if nodes is not None:
-            self._start_cycle(nodes)
-
-    @property
-    def _awaits_more(self) -> bool:
-        """Tell whether nodes may still come that would stay spares if the first cycle began now."""
-        return self.members.expects_more and not self._grace_over and self.budget.restarts == 0
+        match self._formation.decide(self.active, self._restart_why):
+            case End() as end:
+                self._end_for_lack_of_nodes(end)
+            case Arm() as arm:
+                self._do(arm)
+            case tuple() as nodes:
+                self._start_cycle(nodes)
 
     def _start_cycle(self, nodes: tuple[str, ...]) -> None:
-        trouble = "" if self._topology_told else self.members.topology.trouble
+        trouble = self._formation.trouble_once()
         if trouble:
-            self._topology_told = True
             self._write(journal.TopologyIgnored(why=trouble))
         self._current = RunningCycle(nodes, self.members.slots, began=self._now)
         self.phase = Phase.RUNNING
@@ -507,28 +409,23 @@ class CycleMachine:
                 world_size=self.world_size, nodes=list(self.active), spares=list(self.spares)
             )
         )
-        self._do(StartCycle(self.cycle, nodes, self.members.slots))
-        self._recall_asked_away()
+        self._do(steps.StartCycle(self.cycle, nodes, self.members.slots))
+        self._do(*self._lost_nodes.recall_asked_away())
 
     # --- running -------------------------------------------------------------------------------------
 
-    def _node_ready(self, event: NodeReady) -> None:
-        ready = self._current.ready
+    def _node_ready(self, event: steps.NodeReady) -> None:
         self._current.signs.monitored = True
-        if self.phase in _AT_WORK and event.node not in ready:
-            ready.add(event.node)
-            if len(ready) == len(self.active):
-                self._write(journal.RankReady(ranks=self.world_size))
+        if self.phase in _AT_WORK and self._current.all_ready_with(event.node):
+            self._write(journal.RankReady(ranks=self.world_size))
 
-    def _node_stepping(self, event: NodeStepping) -> None:
-        stepping, signs = self._current.stepping, self._current.signs
+    def _node_stepping(self, event: steps.NodeStepping) -> None:
+        signs = self._current.signs
         signs.heartbeat, signs.step = True, highest(signs.step, event.step)
-        if self.phase in _AT_WORK and event.node not in stepping:
-            stepping.add(event.node)
-            if len(stepping) == len(self.active):
-                self._write(journal.FirstStep(ranks=self.world_size, step=event.step))
+        if self.phase in _AT_WORK and self._current.all_stepping_with(event.node):
+            self._write(journal.FirstStep(ranks=self.world_size, step=event.step))
 
-    def _rank_exited(self, event: RankExited) -> None:
+    def _rank_exited(self, event: steps.RankExited) -> None:
         current = self._current
         if not current.is_alive(event.node, event.rank):
             return
@@ -541,12 +438,12 @@ class CycleMachine:
             return
         current.finished.add(event.rank)
         if self.phase in _AT_WORK and len(current.finished) == self.world_size:
-            if self._draining:
+            if self._ending.draining:
                 self._end(EXIT_RESTART_ELSEWHERE, "asked to stop; every rank has ended in good order")
             else:
                 self._end(EXIT_OK, f"all {self.world_size} ranks exited with 0")
 
-    def _rank_stalled(self, event: RankStalled) -> None:
+    def _rank_stalled(self, event: steps.RankStalled) -> None:
         current = self._current
         if not current.is_alive(event.node, event.rank):
             return
@@ -555,10 +452,10 @@ class CycleMachine:
             self.phase = Phase.DIAGNOSING
             current.begin_probe(self._here)
             others = tuple(node for node in self._here if node != event.node)
-            self._do(ProbeNodes(self.cycle, others), Arm(Timer.PROBE, self.policy.probe_timeout_s))
-        self._snapshots_taken(SnapshotsTaken(event.node, event.cycle, event.snapshots))
+            self._do(steps.ProbeNodes(self.cycle, others), Arm(Timer.PROBE, self.policy.probe_timeout_s))
+        self._snapshots_taken(steps.SnapshotsTaken(event.node, event.cycle, event.snapshots))
 
-    def _snapshots_taken(self, event: SnapshotsTaken) -> None:
+    def _snapshots_taken(self, event: steps.SnapshotsTaken) -> None:
         if self.phase is Phase.DIAGNOSING:
             self._current.take_snapshots(event.node, event.snapshots)
             if not self._current.to_probe:
@@ -601,21 +498,9 @@ class CycleMachine:
         self._current.stopping = set(waiting)
         self._current.stop_began = self._now
         self._do(Disarm(Timer.PROBE))
-        self._order_stop(waiting)
+        self._do(*self._ending.stop(self.cycle, waiting, self._current.faults))
         if not waiting:
             self._all_stopped()
-
-    def _order_stop(self, nodes: tuple[str, ...]) -> None:
-        policy = self.policy
-        hung = tuple(f.rank for f in self._current.faults if f.kind is FaultKind.HANG and f.rank is not None)
-        if self._signalled is None or policy.term_timeout_s is None:
-            unhealthy = any(fault.kind is FaultKind.UNHEALTHY for fault in self._current.faults)
-            look_s = LOOK_S if unhealthy else 0.0
-            self._do(StopCycle(self.cycle, nodes, hung, look_s=look_s))
-            self._do(Arm(Timer.STOP, policy.stop_timeout_s))
-            return
-        self._do(StopCycle(self.cycle, nodes, hung, self._signalled, policy.term_timeout_s))
-        self._do(Arm(Timer.STOP, policy.stop_timeout_s + policy.term_timeout_s))
 
     def _node_stopped(self, node: str) -> None:
         if self.phase is not Phase.STOPPING or node not in self._current.stopping:
@@ -627,13 +512,13 @@ class CycleMachine:
     def _all_stopped(self) -> None:
         self._do(Disarm(Timer.STOP))
         self._exclude_as_asked()
-        if self._ending is None:
+        if self._ending.end is None:
             self._exclude_unhealthy()
-        self._measure()
+        self._judgement.measure(self._current, self._now)
         shortage = self.members.shortage(self.active)
-        untold = shortage is not None and self._left_by_signal
+        untold = shortage is not None and self._ending.left_by_signal
         ask_slurm = untold or (shortage is not None and self._is_alone)
-        if self._ending is None and not untold:
+        if self._ending.end is None and not untold:
             self._tell_faults()
         self._write(
             journal.WorkersStopped(
@@ -642,7 +527,7 @@ class CycleMachine:
                 stalled_s=self._current.stalled_s,
             )
         )
-        if self._ending is not None:
+        if self._ending.end is not None:
             self._end_unless_slurm_is_asked()
             return
         blame = find_culprit(self._current.faults)
@@ -652,7 +537,7 @@ class CycleMachine:
             self._restart_or_end(blame)
 
     def _restart_or_end(self, blame: Blame) -> None:
-        self._score(blame)
+        self._do(*self._judgement.score(self.cycle, self._current, blame.fault, self._now))
         stop = self._reason_to_stop(blame)
         if stop is not None:
             self._end_for(*stop)
@@ -673,92 +558,57 @@ class CycleMachine:
         for fault in self._current.faults:
             if fault.kind is FaultKind.REQUEST and self.members.reason_of(fault.node) is None:
                 reason = f"rank {fault.rank} asked for it: {fault.detail}"
-                self._exclude(fault.node, reason)
-                self._do(Disconnect(fault.node, reason))
+                self._put_out(fault.node, reason)
 
     def _replace_culprit(self, fault: FaultDetected) -> None:
         """Have a spare take the culprit's place where that is of use."""
-        node, place = fault.node, self._current.place_of(fault.node)
+        place = self._current.place_of(fault.node)
+        if place is None or not self.members.is_connected(fault.node):
+            return
         there_is_spare = self.members.usable_count > self.policy.active_nodes
-        if place is None or not self.members.is_connected(node):
-            return
-        if fault.detector == "start" and there_is_spare:
-            # It would fail there again, and there is a node that has not.
-            self._exclude(node, f"could not start workers: {fault.detail}")
-            self._do(Disconnect(node, "a spare takes this node's place"))
-        elif self._suspects.is_suspect(fault):
-            self._try_without(node, place, there_is_spare)
-
-    def _try_without(self, node: str, place: int, there_is_spare: bool) -> None:
-        faults, former = self._suspects.faults_of(node), self._suspects.acquitted_at(place)
-        if former is not None:
-            stays = f"{former} failed in the same place before it, so the node is not the cause"
-        elif not there_is_spare:
-            stays = "there is no spare to take its place"
-        else:
-            reason = f"{faults} faults of its own in this job: a spare is tried in its place"
-            self._suspects.try_without(node, place, self._now)
-            self._exclude(node, reason, on_trial=True)
-            self._do(Disconnect(node, reason))
-            return
-        if self._suspects.tell_once(node):
-            self._write(journal.NodeSuspected(node=node, faults=faults, why=stays))
+        match self._judgement.replacement(fault, place, there_is_spare, self._now):
+            case Replaced() as replaced:
+                self._exclude(fault.node, replaced.reason, on_trial=replaced.on_trial)
+                self._do(steps.Disconnect(fault.node, replaced.farewell))
+            case journal.NodeSuspected() as suspected:
+                self._write(suspected)
 
     def _reason_to_stop(self, blame: Blame) -> tuple[End, Blame] | None:
-        if self._draining:
+        if self._ending.draining:
             return End(EXIT_RESTART_ELSEWHERE, f"asked to stop, and then: {blame.why}"), blame
-        used_up = self.budget.used_up(self._now)
-        if used_up is not None:
-            code = self.policy.limits.no_restart_code if used_up.rule == NO_PROGRESS else EXIT_FAILED
-            return End(code, f"{used_up.why}: {blame.why}"), replace(blame, rule=used_up.rule or blame.rule)
+        no_restart = self._judgement.no_restart(blame, self._now)
+        if no_restart is not None:
+            return no_restart
         shortage = self.members.shortage(self.active)
         if shortage is not None:
             return End(EXIT_RESTART_ELSEWHERE, f"{shortage}: {blame.why}"), blame
         return None
 
-    # --- progress ------------------------------------------------------------------------------------
+    def _verdict(self, action: VerdictAction, blame: Blame, why: str) -> None:
+        self._write(self._judgement.verdict(action, blame, why, self._current))
 
-    def _score(self, blame: Blame) -> None:
-        """Judge the cycle that has just ended, or have the file read that tells how far it came."""
-        current = self._current
-        seconds = (current.stop_began or self._now) - current.began
-        self._do(*self._scoring.cycle_ended(EndedCycle(self.cycle, current.signs, blame.fault, seconds)))
-
-    def _iteration_read(self, event: IterationRead) -> None:
-        self._do(*self._scoring.iteration_read(event))
-        self._stop_if_stuck()
-
-    def _stop_if_stuck(self) -> None:
-        """The file was read after the next cycle had begun: stop that."""
-        stuck = self.budget.progress.stuck(self.policy.limits)
-        if stuck is None or self._ending is not None or self.phase not in (Phase.FORMING, *_AT_WORK):
+    def _iteration_read(self, event: steps.IterationRead) -> None:
+        """Judge the cycle that waited for it; stop the next, which may have begun, if that is of no use."""
+        self._do(*self._judgement.iteration_read(event))
+        end = self._judgement.stuck()
+        if end is None or self._ending.end is not None:
             return
-        end = End(self.policy.limits.no_restart_code, stuck)
         if self.phase is Phase.FORMING:
             self._end(end.code, end.why)
-            return
-        self._ending = end
-        self._write(journal.Verdict(action=VerdictAction.STOP, rule=NO_PROGRESS, why=stuck))
-        self._stop_workers()
+        elif self.phase in _AT_WORK:
+            self._ending.end = end
+            self._write(journal.Verdict(action=VerdictAction.STOP, rule=NO_PROGRESS, why=end.why))
+            self._stop_workers()
 
-    def _verdict(self, action: VerdictAction, blame: Blame, why: str) -> None:
-        fault, place = blame.fault, self._current.place_of(blame.fault.node)
-        if place is not None:
-            self._suspects.blame(fault, place, self._current.began)
-        self._write(
-            journal.Verdict(
-                action=action, rule=blame.rule, why=why, node=fault.node, rank=fault.rank, kind=fault.kind
-            )
-        )
+    # --- ending --------------------------------------------------------------------------------------
 
     def _end_for_lack_of_nodes(self, end: End, blame: Blame | None = None) -> None:
         """End the job; hear Slurm first if nodes went because they were asked to, or all of them went."""
-        if end.code != EXIT_RESTART_ELSEWHERE or not (self._left_by_signal or self._is_alone):
+        if end.code != EXIT_RESTART_ELSEWHERE or not (self._ending.left_by_signal or self._is_alone):
             self._end_for(end, blame)
             return
         self.phase = Phase.CONSULTING
-        self._for_lack_of_nodes = end, blame
-        self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+        self._do(*self._ending.consult(Lack(end, blame)))
 
     @property
     def _is_alone(self) -> bool:
@@ -766,35 +616,25 @@ class CycleMachine:
         host = self.policy.host
         return host is not None and len(self.members) > 1 and not self.members.has_others_than(host)
 
-    def _slurm_answered(self, event: SlurmAnswered) -> None:
-        self._awaits_slurm = False
-        if event.preempted and self._signalled_or_consulting and not self._fruits.preempted:
-            self._fruits.preempted = True
+    def _slurm_answered(self, event: steps.SlurmAnswered) -> None:
+        if self._ending.take_answer(event, self.phase is Phase.CONSULTING):
             self._write(journal.StopRequested(signal="", why="a preemption by Slurm", preempted=True))
-            self._ending = End(EXIT_RESTART_ELSEWHERE, "Slurm preempts the job")
         if self.phase is not Phase.CONSULTING:
             return
-        if event.job_state is None and self._is_alone and self._ending is None:
-            self._do(Arm(Timer.CONSULT, self.policy.consult_timeout_s))
-        elif self._ending is not None:
-            self._end(self._ending.code, self._ending.why)
-        elif event.job_state not in (None, "RUNNING"):
-            self._end(128 + signal.SIGTERM, f"Slurm has ended the job: {event.job_state}")
-        elif self._for_lack_of_nodes is not None:
-            self._go_on_or_end(*self._for_lack_of_nodes)
+        match self._ending.after_answer(event.job_state, self._is_alone):
+            case End() as end:
+                self._end(end.code, end.why)
+            case Lack() as lack:
+                self._go_on_or_end(lack)
+            case command:
+                self._do(command)
 
-    @property
-    def _signalled_or_consulting(self) -> bool:
-        return self._signalled is not None or self.phase is Phase.CONSULTING
-
-    def _go_on_or_end(self, end: End, blame: Blame | None) -> None:
+    def _go_on_or_end(self, lack: Lack) -> None:
         """Slurm is not ending the job: nodes whose agents were asked to go may come back."""
-        self._recall_asked_away()
-        if self.policy.rejoin_timeout_s > 0:
-            # They are recalled when they have gone.
-            self._await(*self.members.leaving)
-        if self._draining or self.members.shortage(self.active) is not None:
-            self._end_for(end, blame)
+        self._do(*self._lost_nodes.recall_asked_away(), *self._lost_nodes.await_leaving())
+        blame = lack.blame
+        if self._ending.draining or self.members.shortage(self.active) is not None:
+            self._end_for(lack.end, blame)
         elif blame is None:
             self._form_again()
         else:
@@ -807,48 +647,44 @@ class CycleMachine:
             self._verdict(VerdictAction.STOP, blame, end.why)
         self._end(end.code, end.why)
 
-    def _stop_requested(self, event: StopRequested) -> None:
+    def _stop_requested(self, event: steps.StopRequested) -> None:
         self._write(journal.StopRequested(signal=event.signal.name))
-        end = End(128 + event.signal, f"asked to stop by {event.signal.name}")
-        again, self._signalled = self._signalled is not None, event.signal
-        if again:
-            self._end(end.code, end.why)
+        at_once = self._ending.signalled(event)
+        if at_once is not None:
+            self._end(at_once.code, at_once.why)
             return
-        self._ending = self._ending or end
         if event.signal is signal.SIGTERM and self.phase is not Phase.CONSULTING:
-            # A preempted job gets the same signal as one that is cancelled.
-            self._awaits_slurm = True
-            self._do(ConsultSlurm())
+            self._do(self._ending.ask_slurm())
         if self.phase is Phase.FORMING:
             self._end_unless_slurm_is_asked()
         elif self.phase in _AT_WORK:
             self._stop_workers()
         elif self.phase is Phase.STOPPING and self.policy.term_timeout_s is not None:
             # They have been told already, but of a shorter grace.
-            self._order_stop(tuple(node for node in self.active if node in self._current.stopping))
+            slow = tuple(node for node in self.active if node in self._current.stopping)
+            self._do(*self._ending.stop(self.cycle, slow, self._current.faults))
 
     def _end_unless_slurm_is_asked(self) -> None:
         """End as is intended; Slurm's answer, if one is awaited, may still change that."""
-        assert self._ending is not None
-        if not self._awaits_slurm:
-            self._end(self._ending.code, self._ending.why)
+        end = self._ending.settled
+        if end is not None:
+            self._end(end.code, end.why)
             return
         self.phase = Phase.CONSULTING
-        self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))
-        self._do(Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+        self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE), self._ending.await_answer())
 
-    def _drain_requested(self, event: DrainRequested) -> None:
-        if self._draining:
+    def _drain_requested(self, event: steps.DrainRequested) -> None:
+        if self._ending.draining:
             return
-        self._draining = self._fruits.asked_to_end = True
+        self._ending.draining = True
         name = "" if event.signal is None else event.signal.name
         self._write(journal.StopRequested(signal=name, why=event.why))
         if self.phase is Phase.FORMING:
             self._form()
         elif self.phase in _AT_WORK:
-            self._do(AskRanksToStop(self.cycle, self._here))
+            self._do(steps.AskRanksToStop(self.cycle, self._here))
 
-    def _control_requested(self, event: ControlRequested) -> None:
+    def _control_requested(self, event: steps.ControlRequested) -> None:
         """Do at once what a rank of the cycle wants; before its exit or after makes no difference."""
         if event.rank not in self._current.ranks_of(event.node):
             return
@@ -858,19 +694,13 @@ class CycleMachine:
         )
         match event.action:
             case WorkloadAction.ExcludeThisNode:
-                fault = FaultDetected(
-                    kind=FaultKind.REQUEST,
-                    node=event.node,
-                    rank=event.rank,
-                    detector="rank",
-                    detail=event.why,
-                )
+                fault = request_fault(event)
                 if fault not in self._current.faults:
                     self._write(asked)
                     self._fault(fault)
-            case WorkloadAction.ShutdownWorkload if self._ending is None:
+            case WorkloadAction.ShutdownWorkload if self._ending.end is None:
                 self._write(asked)
-                self._ending = End(EXIT_OK, f"{who} asked to shut the workload down: {event.why}")
+                self._ending.end = End(EXIT_OK, f"{who} asked to shut the workload down: {event.why}")
                 if self.phase in _AT_WORK:
                     self._stop_workers()
 
@@ -891,14 +721,14 @@ class CycleMachine:
                 if self.phase is Phase.FORMING:
                     self._form()
             case Timer.FORM_GRACE if self.phase is Phase.FORMING:
-                self._grace_over = True
+                self._formation.grace_over = True
                 self._form()
             case Timer.PROBE if self.phase is Phase.DIAGNOSING:
                 self._diagnosed()
             case Timer.CONSULT if self.phase is Phase.CONSULTING and self._is_alone:
-                self._do(ConsultSlurm(), Arm(Timer.CONSULT, self.policy.consult_timeout_s))
+                self._do(steps.ConsultSlurm(), self._ending.await_answer())
             case Timer.CONSULT:
-                self._slurm_answered(SlurmAnswered(None))
+                self._slurm_answered(steps.SlurmAnswered(None))
             case Timer.STOP if self.phase is Phase.STOPPING:
                 self._drop_slow_nodes()
             case _:
@@ -908,36 +738,18 @@ class CycleMachine:
         slow = [node for node in self.active if node in self._current.stopping]
         reason = f"did not stop its workers within {self.policy.stop_timeout_s:g} s"
         for node in slow:
-            self._exclude(node, reason)
-            self._do(Disconnect(node, reason))
+            self._put_out(node, reason)
         self._current.stopping.clear()
         self._all_stopped()
 
     def _end(self, code: int, why: str) -> None:
-        if code == EXIT_RESTART_ELSEWHERE and (useless := self._useless_to_requeue()):
-            code, why = self.policy.limits.no_restart_code, f"{useless}: {why}"
-        if self.budget.progress.close(self._current.signs):
-            self._suspects.note_progress()
+        if code == EXIT_RESTART_ELSEWHERE:
+            self._judgement.measure(self._current, self._now)
+            useless = self._judgement.useless_to_requeue(self._ending.draining, self._ending.preempted)
+            if useless is not None:
+                code, why = self.policy.limits.no_restart_code, f"{useless}: {why}"
+        self._judgement.close(self._current)
         self.phase = Phase.ENDED
         self._do(*(Disarm(timer) for timer in Timer))
         self._write(journal.JobEnded(code=code, why=why))
         self._do(End(code, why))
-
-    def _measure(self) -> None:
-        """Take what the last cycle tells of the attempt as a whole."""
-        current, fruits = self._current, self._fruits
-        if not self.active:
-            return
-        until = self._now if current.stop_began is None else current.stop_began
-        fruits.longest_s = max(fruits.longest_s, until - current.began)
-        fruits.trained |= current.signs.trained
-        self.budget.progress.note_client(current.signs)
-
-    def _useless_to_requeue(self) -> str | None:
-        """Return why the job should not be started again; None: it should."""
-        self._measure()
-        attempts = self.policy.past.fruitless + 1
-        monitored = self.budget.progress.monitored
-        if attempts < FRUITLESS_ATTEMPTS or not self._fruits.fruitless(monitored):
-            return None
-        return f"not to be requeued, {attempts} attempts in a row have not come to a single step"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nvrx_slurm.coordinator.blame import find_hung_rank
-from nvrx_slurm.coordinator.progress import Signs
-from nvrx_slurm.coordinator.steps import RankExited
+from nvrx_slurm.coordinator.progress import Signs, highest
+from nvrx_slurm.coordinator.steps import CheckpointLoaded, CheckpointSaved, StepReached
 from nvrx_slurm.journal import FaultDetected, FaultKind
 from nvrx_slurm.wire.messages import RankSnapshot
 
@@ -25,8 +24,6 @@ class RunningCycle:
     exited: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     """Those that exited with 0 and had not been asked to stop."""
-    ready: set[str] = field(default_factory=set)
-    stepping: set[str] = field(default_factory=set)
     faults: list[FaultDetected] = field(default_factory=list)
     untold: list[FaultDetected] = field(default_factory=list)
     """Those that are none if it turns out that the job is being ended."""
@@ -37,6 +34,8 @@ class RunningCycle:
     stop_began: float | None = None
     stalled_s: float | None = None
     """How long no rank had sent a heartbeat when the stop began, as far as its nodes have told."""
+    _ready: set[str] = field(default_factory=set)
+    _stepping: set[str] = field(default_factory=set)
     _stalled: dict[int, str] = field(default_factory=dict)
     """Ranks that missed a deadline, and which; the first comes first."""
     _snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
@@ -67,6 +66,30 @@ class RunningCycle:
     def needs(self, node: str) -> bool:
         """Tell whether a rank on ``node`` has not finished."""
         return node in self and not self.finished.issuperset(self.ranks_of(node))
+
+    def all_ready_with(self, node: str) -> bool:
+        """Note that the ranks on ``node`` are ready; tell whether it is the last of all nodes."""
+        return self._last_of_all(node, self._ready)
+
+    def all_stepping_with(self, node: str) -> bool:
+        """Note that the ranks on ``node`` have come to a step; tell whether it is the last of all nodes."""
+        return self._last_of_all(node, self._stepping)
+
+    def _last_of_all(self, node: str, noted: set[str]) -> bool:
+        if node in noted:
+            return False
+        noted.add(node)
+        return len(noted) == len(self.nodes)
+
+    def note_step(self, event: StepReached | CheckpointSaved | CheckpointLoaded) -> None:
+        """Take how far a rank says that it is, or that its checkpoint is."""
+        match event:
+            case StepReached(step=step):
+                self.signs.step = highest(self.signs.step, step)
+            case CheckpointSaved(step=step):
+                self.signs.saved = highest(self.signs.saved, step)
+            case CheckpointLoaded(step=step):
+                self.signs.loaded = highest(self.signs.loaded, step)
 
     def note_stalled(self, stalled_s: float | None) -> None:
         """Take one node's word; training stood still as long as the last heartbeat of any node is old."""
@@ -117,23 +140,3 @@ def _same_failure(one: FaultDetected, other: FaultDetected) -> bool:
     """Tell whether two faults are the same thing seen twice."""
     alike = one.kind is other.kind and one.detector == other.detector
     return alike and (one.node, one.rank) == (other.node, other.rank)
-
-
-def exit_fault(event: RankExited) -> FaultDetected:
-    """Return the fault of a rank that exited with anything but 0."""
-    name = None
-    if event.exit < 0:
-        try:
-            name = signal.Signals(-event.exit).name
-        except ValueError:
-            name = f"signal {-event.exit}"
-    kind = FaultKind.EXIT if name is None else FaultKind.OOM if event.oom else FaultKind.SIGNAL
-    return FaultDetected(
-        kind=kind,
-        node=event.node,
-        rank=event.rank,
-        exit=event.exit if name is None else None,
-        signal=name,
-        detector="child",
-        detail=event.oom or event.detail,
-    )

@@ -1,0 +1,56 @@
+"""Whether the next cycle can begin, and on which nodes."""
+
+from __future__ import annotations
+
+from nvrx_slurm.coordinator.budget import Budget
+from nvrx_slurm.coordinator.membership import Membership
+from nvrx_slurm.coordinator.policy import EXIT_RESTART_ELSEWHERE, EXIT_USAGE, Policy
+from nvrx_slurm.coordinator.steps import Arm, End, Timer
+
+
+class Formation:
+    """Looks at one job's nodes whenever something changes while there is no cycle."""
+
+    def __init__(self, policy: Policy, members: Membership, budget: Budget) -> None:
+        self.grace_over = False
+        """The first cycle waits no more for nodes that would be spares."""
+        self._policy = policy
+        self._members = members
+        self._budget = budget
+        self._told_of_topology = False
+
+    @property
+    def awaits_more(self) -> bool:
+        """Tell whether nodes may still come that would stay spares if the first cycle began now."""
+        return self._members.expects_more and not self.grace_over and self._budget.restarts == 0
+
+    def decide(self, before: tuple[str, ...], cause: str) -> tuple[str, ...] | Arm | End | None:
+        """Return the nodes of the next cycle, for what to wait, or how the job ends for lack of nodes.
+
+        None: nodes have to come, and the timers that run are enough.
+
+        Args:
+            before: the nodes of the last cycle; empty: there was none.
+            cause: why it ended.
+        """
+        policy, members = self._policy, self._members
+        if not before and not members.expects_more and members.lacks_domains:
+            return End(
+                EXIT_USAGE,
+                f"segments of {policy.segment} nodes need NVLink domains, and no node tells its own: neither "
+                "NVML's fabric information nor NVRX_DOMAIN_ID",
+            )
+        shortage = members.shortage(before)
+        if shortage is not None:
+            return End(EXIT_RESTART_ELSEWHERE, f"{shortage}: {cause}" if cause else shortage)
+        if members.usable_count < policy.active_nodes:
+            return None
+        if self.awaits_more:
+            return Arm(Timer.FORM_GRACE, policy.form_grace_s)
+        return members.choose(before)
+
+    def trouble_once(self) -> str:
+        """Return what is wrong with what is known of the topology, in one call only; empty: nothing."""
+        trouble = "" if self._told_of_topology else self._members.topology.trouble
+        self._told_of_topology |= bool(trouble)
+        return trouble
