@@ -22,6 +22,9 @@ from nvrx_slurm.wire import rank_channel
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_MESSAGE = 4096
+_MAX_TRACEBACK = 64 * 1024
+_exit = os._exit
+"""As it was before the user's program ran, which may have put something else in its place."""
 
 
 def exit_code_of(leaving: SystemExit) -> int:
@@ -55,7 +58,9 @@ def write_error_file(error: BaseException) -> None:
         message = {
             "message": text[:_MAX_MESSAGE],
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+                "py_callstack": _shortened(
+                    "".join(traceback.format_exception(type(error), error, error.__traceback__))
+                ),
                 "timestamp": str(int(time.time())),
             },
         }
@@ -64,17 +69,24 @@ def write_error_file(error: BaseException) -> None:
             json.dump({"message": message}, file)
 
 
+def _shortened(text: str) -> str:
+    half = _MAX_TRACEBACK // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n…\n{text[-half:]}"
+
+
 def leave(code: int) -> NoReturn:
     """Join the threads that are no daemons, run the exit handlers, flush what is open, and exit.
 
     As the interpreter does (Py_FinalizeEx), but for the destructors of what is left.
     """
-    with contextlib.suppress(Exception):
+    # Also what a signal's handler raises meanwhile, sys.exit(0) for instance: the program has failed.
+    with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    _flush_all()
-    os._exit(code)
+    with contextlib.suppress(BaseException):
+        _flush_all()
+    _exit(code)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -82,7 +94,7 @@ def exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)
+    _exit(code)
 
 
 def _flush_all() -> None:

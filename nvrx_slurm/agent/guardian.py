@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvrx_slurm import linux
+from nvrx_slurm.agent.failed_program import exit_now
 from nvrx_slurm.agent.private_places import private_places, remove_places
 from nvrx_slurm.agent.pulse import PulseWatch
 
@@ -53,9 +54,7 @@ def run_guarded(
                 linux.kill_descendants()
                 remove_places(places)
             # Nothing of the guardian's stack may unwind in the child.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            exit_now(code)
     linux.set_process_name("nvrx-guardian")
 
     def forward(received: int, _frame: types.FrameType | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import os
 import runpy
 import sys
 import types
@@ -33,6 +35,7 @@ def run_user_program(program: Program, *, exit_on_exception: bool = False) -> No
     The interpreter was started with ``-u``, so that a killed rank's last lines are not lost.
     """
     _reseed()
+    rank_process = os.getpid()
     sys.argv = [program.target, *program.args]
     try:
         if program.kind is ProgramKind.MODULE:
@@ -43,14 +46,18 @@ def run_user_program(program: Program, *, exit_on_exception: bool = False) -> No
             _run_script(program.target)
     except SystemExit as leaving:
         code = exit_code_of(leaving)
-        if code == 0:
+        if code == 0 or os.getpid() != rank_process:
+            # How a child ends that the program has forked is the program's business.
             raise
         if not isinstance(leaving.code, int):
-            print(leaving.code, file=sys.stderr)
+            with contextlib.suppress(BaseException):
+                print(leaving.code, file=sys.stderr)
         tell_agent(code)
         leave(code)
     except BaseException as error:
         _report(error)
+        if os.getpid() != rank_process:
+            leave(1)
         if isinstance(error, KeyboardInterrupt):
             # The interpreter runs the exit handlers, then ends by SIGINT, and has nothing to add.
             sys.excepthook = lambda *_: None
@@ -94,7 +101,12 @@ def _report(error: BaseException) -> None:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
-    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    error = error.with_traceback(traceback)
+    try:
+        sys.excepthook(type(error), error, traceback)
+    except Exception:
+        # The program's own hook, which has failed: this is shown nevertheless.
+        sys.__excepthook__(type(error), error, traceback)
 
 
 def _reseed() -> None:

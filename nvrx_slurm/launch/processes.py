@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from nvrx_slurm import linux
+from nvrx_slurm.agent.failed_program import exit_now
 
 EXIT_FAILED = 1
 _DRAIN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -83,9 +84,7 @@ def _become_coordinator(coordinate: Callable[[Callable[[int], None]], int], writ
             traceback.print_exc()
         tell(f"{error}"[:2000] or repr(error))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        exit_now(code)
 
 
 def start_guardian(run: Callable[[], int]) -> int:
@@ -103,9 +102,7 @@ def start_guardian(run: Callable[[], int]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        exit_now(code)
 
 
 def wait_for_job(guardian: int, coordinator: Coordinator | None, signals: Sequence[signal.Signals]) -> int:
