@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 
 import msgspec
+
+from nvrx_slurm.regular_file import open_regular
 
 _MAX_BYTES = 1024 * 1024
 _MAX_TEXT = 500
@@ -33,15 +33,11 @@ def error_path(page: Path) -> Path:
 def read_error(path: Path) -> str:
     """Return the error as one line, empty if the rank has left none that can be read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return ""
-        try:
+        with open(open_regular(path), "rb") as file:
             said = _decode(file.read(_MAX_BYTES)).message
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return ""
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
     text = said if isinstance(said, str) else said.message
-    return " ".join(text.split())[:_MAX_TEXT]
+    line = " ".join(text.split())[:_MAX_TEXT]
+    # It goes to terminals, which would take what a rank makes of it for commands.
+    return "".join(char if char.isprintable() else "\ufffd" for char in line)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_slurm import linux
+from nvrx_slurm.regular_file import open_regular
 from nvrx_slurm.wire.stacks import STACKS_SIGNAL
 
 MAX_STACKS_BYTES = 64 * 1024
@@ -130,7 +131,7 @@ def _ask_faulthandler(pid: int, stacks: Path, state: str, end: float) -> tuple[s
         settled = settled + 1 if now == size and now > before else 0
         size = now
     try:
-        with stacks.open("rb") as file:
+        with open(open_regular(stacks), "rb") as file:
             file.seek(before)
             return file.read(MAX_STACKS_BYTES).decode(errors="replace"), ""
     except OSError as error:

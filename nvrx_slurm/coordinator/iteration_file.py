@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 import threading
 from pathlib import Path
+
+from nvrx_slurm.regular_file import open_regular
 
 TIMEOUT_S = 30.0
 _MOST_BYTES = 64
@@ -26,10 +27,8 @@ def read_iteration(path: Path) -> int:
         IterationFileError: it can't be read, or holds something else.
     """
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        opened = open_regular(path, follow_link=True)
         try:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise IterationFileError("it is not a regular file")
             text = os.read(opened, _MOST_BYTES + 1)
         finally:
             os.close(opened)

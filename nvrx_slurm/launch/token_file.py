@@ -13,6 +13,7 @@ import stat
 import time
 from pathlib import Path
 
+from nvrx_slurm.regular_file import open_regular
 from nvrx_slurm.wire.rpc import new_token
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,256}")
@@ -31,15 +32,13 @@ def read_token(path: Path) -> str | None:
         TokenFileError: the file is another user's, open to others, or holds no token.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TokenFileError(f"token file {path}: {error.strerror}") from error
     with open(fd, encoding="ascii", errors="replace") as file:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise TokenFileError(f"token file {path} is not a regular file")
         if info.st_uid != os.geteuid():
             raise TokenFileError(f"token file {path} belongs to uid {info.st_uid}, not to you")
         if info.st_mode & 0o077:

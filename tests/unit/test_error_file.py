@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nvrx_slurm.agent.error_file import error_path, read_error
+from nvrx_slurm.agent.failed_program import write_error_file
 
 
 def test_the_file_stands_beside_the_heartbeat_page() -> None:
@@ -36,6 +37,8 @@ def test_it_is_what_torch_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("{", ""),
         ("[]", ""),
         (json.dumps({"message": 7}), ""),
+        (json.dumps({"message": "\x1b]0;own title\x07\u202e"}), "\ufffd]0;own title\ufffd\ufffd"),
+        ('{"message": ' + "[" * 9999, ""),
         ("\xff", ""),
     ],
 )
@@ -48,4 +51,12 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(json.dumps({"message": "not yours"}))
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "fifo")
-    assert [read_error(tmp_path / name) for name in ("link", "fifo", "none")] == ["", "", ""]
+    (tmp_path / "folder").mkdir()
+    for name in ("link", "fifo", "folder", "none"):
+        assert read_error(tmp_path / name) == "", name
+
+
+def test_of_a_huge_message_the_beginning_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "e"))
+    write_error_file(ValueError("x" * 2_000_000))
+    assert read_error(tmp_path / "e").startswith("ValueError: xxx")

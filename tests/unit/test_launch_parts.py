@@ -159,6 +159,8 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
         read_token(tmp_path / "link")
     with pytest.raises(TokenFileError, match="is not a regular file"):
         read_token(tmp_path / "pipe")
+    with pytest.raises(TokenFileError, match="is not a regular file"):
+        read_token(tmp_path)
 
 
 # --- the console -------------------------------------------------------------------------------------
