@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _RETRY_S = 0.05
 
@@ -57,6 +57,39 @@ def hold_node(name: str, patience_s: float) -> socket.socket:
             return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
+def _is_free_or_ours(name: str) -> bool:
+    """Tell whether nobody has ``name``, or a process of this user."""
+    held = _holds(name)
+    if any(not held.isdisjoint(_open_files(pid)) for pid in _processes_of_this_user()):
+        return True
+    # Ours may have ended meanwhile.
+    return held.isdisjoint(_holds(name))
+
+
+def _holds(name: str) -> set[str]:
+    """Return the sockets of that name, as /proc shows them among open files (/proc/net/unix, proc_net(5))."""
+    shown = name.replace("\0", "@")
+    with open("/proc/net/unix") as table:
+        rows = [line.split() for line in table]
+    return {f"socket:[{row[6]}]" for row in rows if row[7:] == [shown]}
+
+
+def _processes_of_this_user() -> Iterator[str]:
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == os.geteuid():
+                yield entry.name
+
+
+def _open_files(pid: str) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(entry.path))
+    return found
+
+
 def _await_end(name: str, patience_s: float) -> bool:
     """Wait until the holder's last process has ended; return False if it is another user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiter:
@@ -64,9 +97,9 @@ def _await_end(name: str, patience_s: float) -> bool:
         try:
             waiter.connect(name)
         except OSError:
-            # Just gone, or about to listen, or too many wait already.
+            # Just gone, or about to listen, or too many wait already; or somebody who does not let us ask.
             time.sleep(_RETRY_S)
-            return True
+            return _is_free_or_ours(name)
         _, uid, _ = struct.unpack("3i", waiter.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 import uuid
@@ -73,3 +74,18 @@ def test_a_name_that_another_user_has_taken_stops_nobody(name: str, monkeypatch:
         began = time.monotonic()
         hold_node(name, 20.0).close()
         assert time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize("backlog", [None, 0], ids=["does not listen", "lets nobody in"])
+def test_nor_does_one_who_cannot_be_asked_who_it_is(
+    name: str, backlog: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as taken, socket.socket(socket.AF_UNIX) as waiting:
+        taken.bind(name)
+        if backlog is not None:
+            taken.listen(backlog)
+            waiting.connect(name)
+        with pytest.raises(NodeInUseError):
+            hold_node(name, 0.5)
+        monkeypatch.setattr(node_hold.os, "geteuid", lambda: 12345)
+        hold_node(name, 1.0).close()
