@@ -62,9 +62,9 @@ def load_config(path: Path | None, checks: Mapping[str, Check]) -> HealthConfig:
         ConfigError: it can't be read, is not to be trusted, or says what is not accepted.
     """
     chosen = path or DEFAULT_PATH
-    if path is None and not chosen.exists():
-        return HealthConfig()
     try:
+        if path is None and not chosen.exists():
+            return HealthConfig()
         text = chosen.read_text(encoding="utf-8")
         status = chosen.stat()
     except (OSError, UnicodeDecodeError) as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +17,7 @@ from nvrx_slurm.health.unavailable import UnavailableError
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MOST_OUTPUT = 64 * 1024
+_CHUNK = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class RealPrograms:
         except OSError as error:
             raise UnavailableError(f"cannot be started: {error.strerror}", argv[0]) from error
         try:
-            output, errors = process.communicate(timeout=timeout_s)
+            output, errors = _collect(process, timeout_s)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -73,5 +76,34 @@ class RealPrograms:
         return Finished(process.returncode, _text(output), _text(errors))
 
 
+def _collect(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, bytes]:
+    """Read both streams to their ends and wait; keep the beginning of each, however much comes.
+
+    Raises:
+        subprocess.TimeoutExpired
+    """
+    deadline = time.monotonic() + timeout_s
+    assert process.stdout is not None
+    assert process.stderr is not None
+    kept = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for stream in kept:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(process.args, timeout_s)
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, _CHUNK)
+                if not chunk:
+                    selector.unregister(key.fd)
+                kept[key.fd] += chunk[: _MOST_OUTPUT - len(kept[key.fd])]
+    process.wait(max(0.0, deadline - time.monotonic()))
+    output, errors = kept.values()
+    process.stdout.close()
+    process.stderr.close()
+    return bytes(output), bytes(errors)
+
+
 def _text(data: bytes) -> str:
-    return data[:_MOST_OUTPUT].decode(errors="replace").strip()
+    return data.decode(errors="replace").strip()

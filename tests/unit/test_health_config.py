@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from health_world import CHECKS
 
+from nvrx_slurm.health import config
 from nvrx_slurm.health.config import ConfigError, HealthConfig, load_config, parse_config
 from nvrx_slurm.health.registry import Settings
 from nvrx_slurm.health.report import UnknownCheckError, select
@@ -16,6 +17,14 @@ from nvrx_slurm.health.stage import Stage
 
 def parsed(text: str) -> HealthConfig:
     return parse_config(text, "health.yaml", CHECKS)
+
+
+def test_a_default_file_that_cannot_be_looked_for_is_an_error_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config, "DEFAULT_PATH", Path("/", "x" * 300))
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load_config(None, CHECKS)
 
 
 def test_an_empty_file_means_the_defaults() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from nvrx_slurm.health.node_service_rpc import (
 )
 from nvrx_slurm.health.programs import RealPrograms
 from nvrx_slurm.health.stage import Stage
+from nvrx_slurm.health.unavailable import UnavailableError
 from nvrx_slurm.testing.health import fake_node
 
 GOOD = ServiceAnswer(True, 0, json.dumps({"fail_count": 0}), "")
@@ -156,6 +158,22 @@ def add_script(node: Node, name: str, body: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / name).write_text(f"#!/bin/sh\n{body}\n")
     (directory / name).chmod(0o755)
+
+
+def test_of_what_a_program_prints_the_beginning_is_kept_and_the_rest_costs_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        done = RealPrograms().run(["sh", "-c", "head -c 50000000 /dev/zero | tr '\\0' x; echo end >&2"], 60)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (done.code, done.output, done.errors) == (0, "x" * 65536, "end")
+    assert peak < 5_000_000
+
+
+def test_a_program_that_never_stops_printing_is_ended() -> None:
+    with pytest.raises(UnavailableError, match=r"did not end within 0\.2 s"):
+        RealPrograms().run(["yes"], 0.2)
 
 
 def test_the_exit_code_of_a_script_is_its_verdict_and_its_first_line_the_reason(node: Node) -> None:
