@@ -36,7 +36,9 @@ class HangRecords:
 
     # --- Flight Recorder -----------------------------------------------------------------------------
 
-    async def keep(self, cycle: LocalCycle, hung: Sequence[int]) -> asyncio.Future[list[None]]:
+    async def keep(
+        self, cycle: LocalCycle, hung: Sequence[int]
+    ) -> asyncio.Future[list[BaseException | None]]:
         """Fetch the trace of every live rank; return what finds out the stacks of the hung ones meanwhile.
 
         In this order, for the question for its stacks can wake a rank from what it hangs in. But one that was
@@ -48,7 +50,10 @@ class HangRecords:
             rank for rank in ranks if linux.process_state(cycle.monitors.pid_of(rank) or 0) in ("T", "t")
         ]
         fetched = await self._fetch_all(cycle, [rank for rank in ranks if rank not in stopped])
-        stacks = asyncio.gather(*(self._record_evidence(cycle, rank) for rank in hung))
+        # A node on which no thread can be started is to be stopped all the same.
+        stacks = asyncio.gather(
+            *(self._record_evidence(cycle, rank) for rank in hung), return_exceptions=True
+        )
         fetched.update(await self._fetch_all(cycle, stopped))
         seconds = time.monotonic() - began
         self._writing = asyncio.create_task(self._write(cycle.cycle, fetched, seconds))

@@ -72,6 +72,12 @@ def _remove_leftovers(base: Path, prefix: str) -> None:
                 os.close(fd)
 
 
+def release_places() -> None:
+    """Let go of the locks in this process, a fork of the agent's launcher that is to outlive the agent."""
+    while _held:
+        os.close(_held.pop())
+
+
 def private_places(private_dir: Path) -> list[Path]:
     """Return ``private_dir`` and where to go instead: the same name, which nobody guesses, in the temporary
     directory.

@@ -33,6 +33,7 @@ class RankSocket:
         self._on_request = on_request
         self._loop = asyncio.get_running_loop()
         self._connections: set[socket.socket] = set()
+        self._warned_of_requests = False
         self._warned_of_values = False
         self._warned_of_number = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -89,7 +90,9 @@ class RankSocket:
             try:
                 request = decode_request.decode(data)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                _log.warning("a rank sent something that is no request, its connection is closed: %s", error)
+                if not self._warned_of_requests:
+                    self._warned_of_requests = True
+                    _log.warning("a rank sent what is no request, its connection is closed: %s", error)
             else:
                 self._take(request)
                 return

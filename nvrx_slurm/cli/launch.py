@@ -14,7 +14,7 @@ from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.launch_flags import foreign_flags
 from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Duration
-from nvrx_slurm.cli.program import check_nproc, find_program
+from nvrx_slurm.cli.program import check_nproc, check_text, find_program
 from nvrx_slurm.wire.messages import Program, ProgramKind
 
 
@@ -145,6 +145,7 @@ def main(
     from nvrx_slurm.launch.token_file import TokenFileError
 
     open_standard_streams()
+    check_text(click.get_current_context())
     check_nproc(given["nproc_per_node"])
     program = _program(script, args, module=module, no_python=no_python and not run_path)
     try:
@@ -152,7 +153,7 @@ def main(
         for note in notes:
             click.echo(f"nvrx-launch: note: {note}", err=True)
         code = run_launch(launch)
-    except (ValueError, LaunchError, RunDirError, TokenFileError, CannotCoordinateError) as error:
+    except (ValueError, OSError, LaunchError, RunDirError, TokenFileError, CannotCoordinateError) as error:
         raise click.UsageError(str(error)) from error
     sys.exit(code)
 

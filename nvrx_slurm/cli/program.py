@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from nvrx_slurm.wire.messages import ProgramKind
+
+
+def check_text(ctx: click.Context) -> None:
+    """Refuse what is no UTF-8 in options, variables for them, arguments and the working directory.
+
+    It can't be told to agents, nor stand in the journal.
+    """
+    for name, value in {**ctx.params, "working directory": os.getcwd()}.items():
+        for text in _texts(value):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise click.UsageError(f"{name}: {text!a} is not UTF-8, which is needed") from None
+
+
+def _texts(value: object) -> Iterable[str]:
+    match value:
+        case str() | Path():
+            yield str(value)
+        case tuple() | list():
+            for part in value:
+                yield from _texts(part)
+        case _:
+            pass
 
 
 def find_program(script: str, module: bool, no_python: bool) -> tuple[ProgramKind, str]:

@@ -14,7 +14,7 @@ import click
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Duration
-from nvrx_slurm.cli.program import check_nproc, find_program
+from nvrx_slurm.cli.program import check_nproc, check_text, find_program
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.interpreter import console_script
@@ -215,6 +215,7 @@ def main(
     )
 
     open_standard_streams()
+    check_text(click.get_current_context())
     check_nproc(nproc_per_node)
     try:
         job = JobEnvironment.from_environ(os.environ, Path.cwd())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_slurm.agent.guardian import run_guarded
-from nvrx_slurm.agent.private_places import new_private_dir
+from nvrx_slurm.agent.private_places import new_private_dir, release_places
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.run_dir import RunDir
@@ -88,12 +88,17 @@ def run_launch(launch: Launch) -> int:
     name, _held = claim_node_name(launch.local_addr or socket.getfqdn(), job)
     hosting = _claim_hosting(rendezvous)
     token = _token(launch, hosts=hosting is not None)
-    coordinator = _start_coordinator(launch, name, token) if hosting is not None else None
+    private_dir = _new_private_dir(launch)
+    try:
+        coordinator = _start_coordinator(launch, name, token) if hosting is not None else None
+    except BaseException:
+        shutil.rmtree(private_dir, ignore_errors=True)
+        raise
     port = coordinator.port if coordinator else rendezvous.port
     # On its own host a name may lead to another interface than the one that is listened on.
     host = _reachable(bind_address(rendezvous.host)) if coordinator else rendezvous.host
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    guardian = start_guardian(lambda: _run_node(launch, name, token, address))
+    guardian = start_guardian(lambda: _run_node(launch, name, token, address, private_dir))
     return wait_for_job(guardian, coordinator, launch.signals)
 
 
@@ -150,6 +155,7 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
     from nvrx_slurm.coordinator.terminal import open_standard_streams
 
     open_standard_streams()
+    release_places()
     rendezvous, directory = launch.rendezvous, launch.run_dir
     fault_tolerance = launch.fault_tolerance
     monitoring = fault_tolerance.monitoring()
@@ -212,8 +218,17 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
 # --- the node's processes ----------------------------------------------------------------------------
 
 
-def _run_node(launch: Launch, name: str, token: str, address: str) -> int:
-    private_dir = new_private_dir(launch.environ)
+def _new_private_dir(launch: Launch) -> Path:
+    """Make it before anything is started: a Coordinator would wait for its node."""
+    try:
+        return new_private_dir(launch.environ)
+    except OSError as error:
+        raise LaunchError(
+            f"no place for this node's private files: {error}; NVRX_NODE_LOCAL_TMPDIR or TMPDIR names another"
+        ) from error
+
+
+def _run_node(launch: Launch, name: str, token: str, address: str, private_dir: Path) -> int:
     logging.basicConfig(format=f"{COMMAND} {name}: %(message)s", level=logging.WARNING)
 
     def agent() -> int:

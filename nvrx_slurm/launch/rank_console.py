@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class RankConsole:
         if shown.only is not None and local_rank not in shown.only:
             return
         if _says(shown.tee, local_rank):
-            self._lines(shown.prefix(rank, local_rank).encode(), local_rank, data)
+            self._lines(os.fsencode(shown.prefix(rank, local_rank)), local_rank, data)
         elif data and not _says(shown.redirects, local_rank):
             self._write(data)
 

@@ -6,6 +6,7 @@ local as ports are: to the network namespace.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import ipaddress
 import os
@@ -67,8 +68,10 @@ def _hold(what: str) -> socket.socket | None:
     try:
         held.bind(name)
         return held
-    except OSError:
+    except OSError as error:
         held.close()
+        if error.errno != errno.EADDRINUSE:
+            raise  # Not a name is taken, but none is to be had: the next would not be either.
         return None
 
 

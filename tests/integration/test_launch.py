@@ -57,6 +57,18 @@ print(f"rank {rank} is done", flush=True)
 )
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="others look for another place")
+def test_without_a_place_for_private_files_nothing_is_started(launched: Jobs) -> None:
+    job = launched(RANK, "--standalone", *COLD)
+    job.launch("n1", NVRX_NODE_LOCAL_TMPDIR="/proc")
+    assert job.code() == 2
+    said = " ".join(job.said().split())
+    assert "no place for this node's private files" in said
+    assert "NVRX_NODE_LOCAL_TMPDIR or TMPDIR names another" in said
+    assert "Traceback" not in said
+    assert job.nothing_is_left()
+
+
 # --- one node ----------------------------------------------------------------------------------------
 
 

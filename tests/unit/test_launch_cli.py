@@ -264,6 +264,15 @@ def test_a_bad_variable_is_refused_like_a_bad_option(here: Path) -> None:
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 'soon' is not a duration" in said
 
 
+@pytest.mark.parametrize("arguments", [("train.py", "NO"), ("--role", "NO", "train.py")])
+def test_what_is_no_utf8_cannot_be_told_to_the_nodes_and_is_refused(
+    here: Path, arguments: tuple[str, ...]
+) -> None:
+    said = refused(*(word.replace("NO", os.fsdecode(b"a\xff")) for word in arguments))
+    assert "'a\\udcff' is not UTF-8" in said
+    assert "local_addr: 'a\\udcff' is not" in refused("train.py", PET_LOCAL_ADDR=os.fsdecode(b"a\xff"))
+
+
 def test_fewer_gpus_than_ranks_cannot_be_one_for_each(here: Path) -> None:
     said = refused("--virtual-local-rank", "--nproc-per-node", "2", "train.py", CUDA_VISIBLE_DEVICES="3")
     assert "2 ranks, but CUDA_VISIBLE_DEVICES is '3': each needs a GPU" in said

@@ -92,6 +92,11 @@ def test_outside_of_an_allocation_the_two_ways_to_get_one_are_shown(
     assert "nvrx-srun --spares 1 train.py --spares 2" in refused("train.py", "--spares", "2")
 
 
+def test_an_argument_that_is_no_utf8_is_refused(here: Path, jobs: list[JobSpec]) -> None:
+    assert r"args: 'a\udcff' is not UTF-8" in refused("train.py", os.fsdecode(b"a\xff"))
+    assert jobs == []
+
+
 def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
     here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
