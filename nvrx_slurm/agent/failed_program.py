@@ -16,9 +16,11 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from nvrx_slurm.wire import rank_channel
+from nvrx_slurm.wire.flight_recorder import short_address
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _MAX_MESSAGE = 4096
@@ -41,7 +43,8 @@ def tell_agent(code: int) -> None:
             rank=int(os.environ["RANK"]), cycle=int(os.environ["TORCHELASTIC_RESTART_COUNT"]), exit=code
         )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.connect(os.environ[rank_channel.SOCKET_VARIABLE])
+            with short_address(Path(os.environ[rank_channel.SOCKET_VARIABLE])) as address:
+                channel.connect(address)
             channel.send(rank_channel.encode_request(failed), socket.MSG_NOSIGNAL)
 
 

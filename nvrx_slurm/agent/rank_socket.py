@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from nvrx_slurm.wire.flight_recorder import short_address
 from nvrx_slurm.wire.rank_channel import MAX_REQUEST_BYTES, RankRequest, decode_request, is_acceptable
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class RankSocket:
         # The directory is 0700 already; the mode of the socket itself is the second lock.
         try:
             path.unlink(missing_ok=True)
-            self._listener.bind(str(path))
+            with short_address(path) as address:
+                self._listener.bind(address)
             os.chmod(path, 0o600)
             self._listener.listen(1024)
             self._inode = path.lstat().st_ino

@@ -26,6 +26,7 @@ from nvrx_slurm.fault_tolerance.timeouts import (
     calculate_sections,
 )
 from nvrx_slurm.wire import rank_channel
+from nvrx_slurm.wire.flight_recorder import short_address
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
 from nvrx_slurm.wire.rank_channel import (
     MAX_DESCRIPTION,
@@ -170,7 +171,8 @@ class RankMonitorClient:
             monitoring = msgspec.json.decode(os.environ[MONITORING_VARIABLE], type=Monitoring)
             page = HeartbeatPage.open(page_path)
             channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            channel.connect(os.environ[SOCKET_VARIABLE])
+            with short_address(Path(os.environ[SOCKET_VARIABLE])) as address:
+                channel.connect(address)
         except (KeyError, OSError, ValueError) as error:
             raise RankMonitorClientError(f"cannot reach this rank's monitor: {error!r}") from error
         self._page, self._socket, self._monitoring = page, channel, monitoring

@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from harness import RANK, LocalJob, is_alive, until
@@ -66,7 +67,9 @@ import socket
 
 def connect():
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel.connect(os.environ["NVRX_RANK_SOCKET"])
+    # Its whole path may be longer than an address.
+    os.chdir(os.path.dirname(os.environ["NVRX_RANK_SOCKET"]))
+    channel.connect("ranks.sock")
     return channel
 
 if cycle == 1:
@@ -149,6 +152,20 @@ def test_a_node_that_is_suspended_and_resumed_keeps_its_agent(job: Jobs) -> None
     assert run.nothing_is_left()
 
 
+def test_node_local_disk_may_have_a_path_longer_than_a_socket_may(job: Jobs, tmp_path: Path) -> None:
+    local = tmp_path / ("long" * 30)
+    local.mkdir()
+    run = job(
+        CLIENT + "client.send_heartbeat(step=1)\nsys.exit(3 if cycle == 0 else 0)\n",
+        *QUICK_STOP,
+        ranks=1,
+        NVRX_NODE_LOCAL_TMPDIR=str(local),
+    )
+    assert run.run() == 0, run.stderr
+    assert run.events(journal.FirstStep), "the rank reaches its agent"
+    assert list(local.iterdir()) == []
+
+
 @pytest.mark.parametrize("then", ["", "touch"])
 def test_a_private_directory_that_is_cleared_or_blocked_costs_one_cycle(job: Jobs, then: str) -> None:
     run = job(
@@ -170,7 +187,7 @@ write("second", page)
     )
     (run.root / "tmp").mkdir()
     run.environment_of_agents(TMPDIR=str(run.root / "tmp"))
-    assert run.run() == 0
+    assert run.run() == 0, run.stderr
     assert str(run.root / ("tmp" if then else "local")) in run.wait_for_file("second")
     assert run.events(journal.NodeLost) == []
     assert list((run.root / "tmp").iterdir()) == []
