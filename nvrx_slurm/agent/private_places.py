@@ -105,8 +105,13 @@ def remove_places(places: Sequence[Path]) -> None:
     """Remove what is this user's own there."""
     for place in places:
         with contextlib.suppress(OSError):
-            if place.lstat().st_uid == os.geteuid():
+            info = place.lstat()
+            if info.st_uid != os.geteuid():
+                continue
+            if stat.S_ISDIR(info.st_mode):
                 shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.unlink()  # A rank has put it there.
 
 
 def _is_private(place: Path) -> bool:

@@ -68,9 +68,13 @@ class WorkerServer:
                     return in_rank
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        data, ancillary, _, _ = self._channel.recvmsg(
-            protocol.MAX_PACKET_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-        )
+        try:
+            data, ancillary, _, _ = self._channel.recvmsg(
+                protocol.MAX_PACKET_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+            )
+        except ConnectionResetError:
+            # The agent was killed before it had read what this server told it.
+            return b"", []
         fds = array.array("i")
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -40,6 +40,14 @@ def test_what_others_can_reach_is_no_place(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "own").exists(), "not one's own"
 
 
+def test_what_a_rank_has_put_in_its_place_is_removed_too(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    remove_places([tmp_path / name for name in ("file", "folder", "link", "none")])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_second_place_is_in_the_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
