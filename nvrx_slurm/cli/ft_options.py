@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from nvrx_slurm.cli.parameters import Duration
+from nvrx_slurm.cli.parameters import Count, Duration
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -75,7 +75,7 @@ _OPTIONS = [
     ),
     click.option(
         "--warmup-iterations",
-        type=click.IntRange(min=0),
+        type=Count(0),
         help="How many times --section-warmup-timeouts are for.  [default: 5]",
     ),
     click.option(
@@ -135,13 +135,13 @@ _OPTIONS = [
     click.option(
         "--max-no-progress-cycles",
         "--ft-max-no-progress-cycles",
-        type=click.IntRange(min=0),
+        type=Count(0),
         help="Cycles in a row without a higher step, after which the job ends; 0: no bound.  [default: 3]",
     ),
     click.option(
         "--min-progress-iterations",
         "--ft-min-progress-iterations",
-        type=click.IntRange(min=1),
+        type=Count(1),
         help="How much the highest step must grow in a cycle to be progress.  [default: 1]",
     ),
     click.option(

@@ -13,7 +13,7 @@ import click
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.launch_flags import foreign_flags
 from nvrx_slurm.cli.limit_options import limit_options
-from nvrx_slurm.cli.parameters import Duration
+from nvrx_slurm.cli.parameters import Count, Duration
 from nvrx_slurm.cli.program import check_nproc, check_text, find_program
 from nvrx_slurm.wire.messages import Program, ProgramKind
 
@@ -52,7 +52,7 @@ def _with_dashes(name: str) -> str:
 )
 @_option("--rdzv-conf", default="", metavar="KEY=VALUE,…", help="is_host, join_timeout and others.")
 @_option("--standalone", is_flag=True, help="One node: everything about the rendezvous is chosen.")
-@_option("--node-rank", type=click.IntRange(min=0), help="Static rendezvous: 0 coordinates.  [default: 0]")
+@_option("--node-rank", type=Count(0), help="Static rendezvous: 0 coordinates.  [default: 0]")
 @_option(
     "--master-addr", default="127.0.0.1", show_default=True, help="Static rendezvous: address of node 0."
 )
@@ -60,9 +60,7 @@ def _with_dashes(name: str) -> str:
     "--master-port", type=click.IntRange(1, 65535), help="Static rendezvous: its port.  [default: 29500]"
 )
 @_option("--local-addr", help="This node's name and, where it coordinates, its address.  [default: its FQDN]")
-@_option(
-    "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True, help="Restarts of all ranks."
-)
+@_option("--max-restarts", type=Count(0), default=0, show_default=True, help="Restarts of all ranks.")
 @_option("--workers-stop-timeout", type=Duration(), help="SIGTERM to SIGKILL for a restart.  [default: 15s]")
 @_option(
     "--term-timeout",
@@ -86,7 +84,7 @@ def _with_dashes(name: str) -> str:
 @click.option(
     "--ft-segment",
     "segment",
-    type=click.IntRange(min=1),
+    type=Count(1),
     default=1,
     metavar="N",
     help="Each N nodes of the group, in order, are of one NVLink domain.",

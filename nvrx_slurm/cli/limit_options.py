@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from nvrx_slurm.cli.parameters import Count
 from nvrx_slurm.coordinator.limits import NO_RESTART_CODE, Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 
@@ -36,13 +37,13 @@ _OPTIONS = [
     ),
     click.option(
         "--max-restarts-per-hour",
-        type=click.IntRange(min=1),
+        type=Count(1),
         help="Restarts of all ranks within any hour of this allocation; one more, and the job fails."
         "  [default: no bound]",
     ),
     click.option(
         "--exclude-after",
-        type=click.IntRange(min=0),
+        type=Count(0),
         default=3,
         show_default=True,
         help="Faults of its own after which a node leaves the job if there is a spare; 0: never.",

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from nvrx_slurm.durations import parse_duration, parse_limit
+from nvrx_slurm.wire.node_options import MOST_COUNT
+
+
+class Count(click.IntRange):
+    """An integer of at least ``min``, and no larger than messages and the journal carry."""
+
+    def __init__(self, min: int) -> None:
+        super().__init__(min=min)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number = int(super().convert(value, param, ctx))
+        if number > MOST_COUNT:
+            self.fail(f"{number} is more than {MOST_COUNT}", param, ctx)
+        return number
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only

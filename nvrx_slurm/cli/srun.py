@@ -13,7 +13,7 @@ import click
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
 from nvrx_slurm.cli.limit_options import limit_options
-from nvrx_slurm.cli.parameters import Duration
+from nvrx_slurm.cli.parameters import Count, Duration
 from nvrx_slurm.cli.program import check_nproc, check_text, find_program
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
@@ -78,7 +78,7 @@ def _agent_command() -> str:
 )
 @click.option(
     "--spares",
-    type=click.IntRange(min=0),
+    type=Count(0),
     help="Nodes of the allocation that are kept idle until another is lost.  [default: 0]",
 )
 @click.option(
@@ -96,7 +96,7 @@ def _agent_command() -> str:
 @click.option(
     "--ft-segment",
     "segment",
-    type=click.IntRange(min=1),
+    type=Count(1),
     default=1,
     metavar="N",
     help="Each N nodes of the group, in order, are of one NVLink domain.",
@@ -104,7 +104,7 @@ def _agent_command() -> str:
 @click.option(
     "--replacement-group-size",
     "group_size",
-    type=click.IntRange(min=1),
+    type=Count(1),
     default=1,
     metavar="N",
     help="Nodes with the same NVRX_REPLACEMENT_GROUP_ID train only while N of them are there.",
@@ -112,7 +112,7 @@ def _agent_command() -> str:
 @click.option(
     "--max-restarts",
     "--max_restarts",
-    type=click.IntRange(min=0),
+    type=Count(0),
     default=10,
     show_default=True,
     help="Restarts of all ranks within this allocation; after them the job fails.",

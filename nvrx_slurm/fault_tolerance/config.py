@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvrx_slurm.durations import NO_LIMIT, parse_duration
-from nvrx_slurm.wire.node_options import NodeOptions
+from nvrx_slurm.wire.node_options import MOST_COUNT, NodeOptions
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts, check_section_names
 
 DEFAULT_OUT_OF_SECTION_S = 3600.0
@@ -160,13 +160,13 @@ def _warmup_durations(value: object) -> dict[str, float]:
 
 
 def _count(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT:
         return value
     raise ValueError("a whole number of 0 or more")
 
 
 def _least(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_COUNT:
         return value
     raise ValueError("a whole number of 1 or more")
 

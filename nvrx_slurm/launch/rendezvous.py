@@ -141,7 +141,7 @@ def _switch(key: str, text: str) -> bool:
 
 
 def _count(key: str, text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text) > 0:
+    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0:
         return int(text)
     raise RendezvousError(f"--rdzv-conf {key}: {text!r}: a number above 0 is accepted")
 

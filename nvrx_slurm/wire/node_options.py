@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+MOST_COUNT = 2**31 - 1
+"""Of whatever a user counts: messages and the journal carry 64 bits."""
+
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults are those of the command line."""

@@ -97,6 +97,17 @@ def test_an_argument_that_is_no_utf8_is_refused(here: Path, jobs: list[JobSpec])
     assert jobs == []
 
 
+@pytest.mark.parametrize(
+    "option", ["--max-restarts", "--max-restarts-per-hour", "--ft-min-progress-iterations"]
+)
+def test_no_count_is_larger_than_what_can_be_sent_and_kept(
+    here: Path, jobs: list[JobSpec], option: str
+) -> None:
+    said = refused(option, "9" * 30, "train.py").replace("'", "")
+    assert f"{'9' * 30} is more than 2147483647" in said
+    assert jobs == []
+
+
 def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
     here: Path, jobs: list[JobSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
