@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 _NOISE = [
+    "resumed from step 60",
     "NCCL INFO Channel 00/0 : 3[3] -> 2[2] via P2P/CUMEM",
     "2026-11-30 10:00:00,123 - INFO - watchdog timeout is 600 s, heartbeat 60 s",
     "W1130 10:00:00.1 91 torch/distributed/run.py:793] Setting OMP_NUM_THREADS environment "
@@ -38,6 +39,7 @@ def _megatron(n: int, rng: random.Random) -> str:
 
 
 _STEPS: dict[str, Callable[[int, random.Random], str]] = {
+    "examples": lambda n, rng: f"step {n}/100000  loss {rng.random():.4f}",
     "megatron": _megatron,
     "lightning": lambda n, rng: (
         f"Epoch {n // 400}:  {n % 400 // 4}%|###  | {n % 400}/400 [00:{n % 60:02d}<01:00,  "

@@ -160,6 +160,23 @@ class TestFirstCause:
         assert conclude(evidence, RULES, [events, log]).family.id == "nccl.timeout"
 
 
+class TestSummaries:
+    def test_torchelastics_summary_names_the_rank_of_an_exit(self) -> None:
+        lines = [
+            "Root Cause (first observed failure):",
+            "[0]:",
+            "  time      : 2026-11-29_19:20:05",
+            "  host      : n1",
+            "  rank      : 5 (local_rank: 1)",
+            "  exitcode  : -11 (pid: 31376)",
+            "  error_file: <N/A>",
+            "  traceback : Signal 11 (SIGSEGV) received by PID 31376",
+        ]
+        result = judge([PEER, *lines])
+        assert result.family.id == "host.segfault"
+        assert [(culprit.kind, culprit.id) for culprit in result.culprits] == [("rank", "5")]
+
+
 class TestTracebacks:
     def test_those_of_mixed_ranks_are_put_together_per_rank(self) -> None:
         ours = [
@@ -213,7 +230,8 @@ class TestHealthyLogs:
         assert result.progress.last_step is not None
 
     @pytest.mark.parametrize(
-        "framework", ["megatron", "lightning", "hf", "tqdm", "deepspeed", "torchtitan", "maxtext", "nanogpt"]
+        "framework",
+        ["megatron", "lightning", "hf", "tqdm", "deepspeed", "torchtitan", "maxtext", "nanogpt", "examples"],
     )
     def test_progress_is_read_from_each_framework(self, framework: str) -> None:
         found = scan(healthy(200, framework)).progress

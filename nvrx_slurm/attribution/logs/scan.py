@@ -7,6 +7,7 @@ failure or progress is decoded and matched.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ _DIGITS_DECIDE = re.compile(
 _DECISIVE = re.compile(
     rb"(?:status|exit|errno|signal|code|http|error|completion|returned)\D{0,24}(-?\d{1,6})", re.I
 )
+_SUMMARY_RANK = re.compile(r"^\s{0,8}rank\s{0,12}: ?(\d{1,7}) \(local_rank")
+_SUMMARY = re.compile(r"^\s{0,8}(?:exitcode|traceback)\s{0,12}:")
+_SUMMARY_LINES = 6
 _FLOOD = 256
 """So many messages of one kind are looked at one by one; of the rest every 64th."""
 _TIMEOUT = re.compile(r"Timeout\(ms\)=(\d{1,12})|waiting (\d{1,12}) ?ms")
@@ -103,6 +107,8 @@ class LogScanner:
         self._tracebacks = Tracebacks()
         self._last_mark: tuple[bytes, int] | None = None
         self._words: set[bytes] = set()
+        self._summary = (-1, -_SUMMARY_LINES)
+        """Rank that torchelastic's summary speaks of, and the line that says so."""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the log; a line is judged when its end has come."""
@@ -194,6 +200,16 @@ class LogScanner:
     def _check(self, raw: bytes, skeleton: bytes, number: int) -> None:
         whole = clip(raw.decode("utf-8", "replace"))
         prefix = parse_prefix(whole)
+        told = _SUMMARY_RANK.search(prefix.text)
+        if told:
+            self._summary = (int(told.group(1)), number)
+            return
+        if (
+            prefix.rank is None
+            and number - self._summary[1] <= _SUMMARY_LINES
+            and _SUMMARY.match(prefix.text)
+        ):
+            prefix = dataclasses.replace(prefix, rank=self._summary[0])
         rank = self._rank(prefix)
         if _HEADER in skeleton:
             self._tracebacks.begin(rank, number)

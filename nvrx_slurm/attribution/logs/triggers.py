@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _TEXT = (
+    "(local_rank|"
     "different|"
     "_state|abort|adapter|aligned|alloc|argument|assert|async|authent|available|blew|blocked|broadcast|"
     "broken|bus|can't|cancel|cannot|catastrophic|caught|central|cgroup|checksum|client|closed|closure|"
