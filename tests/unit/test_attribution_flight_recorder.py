@@ -258,6 +258,14 @@ class TestLoading:
         assert report.missing == (6, 7)
         assert any("_dump_6" in caveat for caveat in report.caveats)
 
+    def test_a_dump_that_asks_for_all_memory_gets_none(self, tmp_path: Path) -> None:
+        """A memo index of two billion makes the unpickler want 32 GiB at once."""
+        World(tensor_and_data_parallel(8, 4, 5), {3: 9}).write(tmp_path)
+        (tmp_path / "_dump_6").write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
+        report = analyze_directory(tmp_path, world_size=8)
+        assert report.missing == (6,)
+        assert any("_dump_6" in caveat and "MemoryError" in caveat for caveat in report.caveats)
+
     def test_many_dumps_are_read_by_a_pool_with_the_same_result(self, tmp_path: Path) -> None:
         World(tensor_and_data_parallel(40, 4, 4), {33: 9}).write(tmp_path, "nccl_trace_rank_{}", as_json=True)
         assert named(analyze_directory(tmp_path, workers=2)) == {33: CulpritClass.HOST_LAG}

@@ -9,6 +9,7 @@ import re
 import resource
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,6 @@ from nvrx_slurm.attribution.flight_recorder.trace import RankTrace, reduce_dump
 MANIFEST_SUFFIX = ".manifest.json"
 _MAX_MANIFEST_BYTES = 64 * 1024
 _BATCH = 16
-_IN_PROCESS = 32
-"""So few dumps are read without a pool."""
 _WORKER_MEMORY = 3 * 2**30
 """Address space of a pool's process: a hostile dump gets a MemoryError, not the machine's memory."""
 _RANK = re.compile(r"rank[_-]?(\d+)")
@@ -132,15 +131,17 @@ _Read = tuple[Path, RankTrace | None, str]
 
 def _read_all(paths: Sequence[Path], workers: int) -> Iterator[_Read]:
     batches = [paths[at : at + _BATCH] for at in range(0, len(paths), _BATCH)]
-    if len(paths) <= _IN_PROCESS:
-        for batch in batches:
-            yield from _read_batch(batch)
+    if not batches:
         return
     # Fork would copy the locks of the caller's threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(batches)), mp_context=context, initializer=_prepare) as pool:
-        for found in pool.map(_read_and_collect, batches):
-            yield from found
+        reading = [(batch, pool.submit(_read_and_collect, batch)) for batch in batches]
+        for batch, found in reading:
+            try:
+                yield from found.result()
+            except BrokenProcessPool:
+                yield from ((path, None, "the process that read it was killed") for path in batch)
 
 
 def _prepare() -> None:
