@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 NO_POLL = "nothing is polled or checked at intervals"
-NO_HEALTH = "nvrx-launch checks no hardware; `nvrx-health check` does, before it"
+NO_HEALTH = "health checks have a configuration of their own: --health-config, see health.md"
 NO_SERVICE = "no attribution service is asked"
 STREAMS = "output comes over the agents' own connections; no log server is needed"
 

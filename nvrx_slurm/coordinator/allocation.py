@@ -24,21 +24,24 @@ class Allocation:
     def __init__(self, spec: JobSpec, say: Callable[[str], None]) -> None:
         self._spec = spec
         self._say = say
-        self._bad_nodes = set(spec.succession.gone if spec.succession else ())
+        self._lost = set(spec.succession.gone if spec.succession else ())
+        self._excluded: set[str] = set()
 
     def note(self, event: AnyEvent) -> None:
         """Take from what happens which nodes are bad."""
         match event:
-            case journal.NodeLost() | journal.NodeExcluded(on_trial=False):
-                self._bad_nodes.add(event.node)
+            case journal.NodeLost():
+                self._lost.add(event.node)
+            case journal.NodeExcluded(on_trial=False):
+                self._excluded.add(event.node)
             case journal.NodeJoined():
-                self._bad_nodes.discard(event.node)
+                self._lost.discard(event.node)
             case _:
                 pass
 
     def acquit(self, node: str) -> None:
         """Note that it is no fault of ``node`` that it went."""
-        self._bad_nodes.discard(node)
+        self._lost.discard(node)
 
     async def consult(self) -> steps.SlurmAnswered:
         """Return what Slurm says of the job."""
@@ -61,8 +64,8 @@ class Allocation:
             return journal.NotRequeued(
                 why=f"{spec.command} starts no job again: whoever started this one can do so"
             )
-        bad = self._bad_nodes | set(proven_bad)
-        without = nodes_to_exclude(bad, spec.policy.nodes, spec.host, self._say)
+        excluded = self._excluded | set(proven_bad)
+        without = nodes_to_exclude(excluded, self._lost, spec.policy.nodes, spec.host, self._say)
         return start_again(spec.slurm, spec.job_id, without)
 
     async def _ask(self) -> Job:

@@ -13,11 +13,11 @@ def line_for(record: Record) -> str | None:
         case journal.CycleStarted() as event:
             spare = f", spare {' '.join(event.spares)}" if event.spares else ""
             nodes = " ".join(event.nodes) if len(event.nodes) <= 16 else f"{len(event.nodes)} nodes"
-            return f"cycle {record.cycle}: starting {event.world_size} ranks on {nodes}{spare}"
+            return f"cycle {record.cycle}: starting {_ranks(event.world_size)} on {nodes}{spare}"
         case journal.WorkersStarted() as event if event.why_cold:
             return f"{event.node}: ranks start in new interpreters: {event.why_cold}"
         case journal.FirstStep() as event:
-            return f"cycle {record.cycle}: all {event.ranks} ranks are training"
+            return f"cycle {record.cycle}: {_all(event.ranks)} training"
         case journal.CheckpointLoaded() as event:
             return f"resumed from the {event.layer} checkpoint of step {event.step}"
         case journal.FaultDetected() as event:
@@ -25,7 +25,7 @@ def line_for(record: Record) -> str | None:
         case journal.HangEvidence() as event:
             return f"what rank {event.rank} was doing: {event.file}"
         case journal.TracesKept() as event if event.ranks:
-            return f"Flight Recorders of {len(event.ranks)} ranks on {event.node}: {event.folder}"
+            return f"Flight Recorders of {_ranks(len(event.ranks))} on {event.node}: {event.folder}"
         case journal.GpuMemoryLeft() as event:
             holders = f", held by {', '.join(event.processes)}" if event.processes else ""
             return (
@@ -88,3 +88,11 @@ def line_for(record: Record) -> str | None:
 def _say_finding(finding: journal.HealthFinding) -> str:
     scope = "" if finding.scope == "node" else f" {finding.scope}"
     return f"{finding.check}{scope}: {finding.evidence}"
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _all(ranks: int) -> str:
+    return "the rank is" if ranks == 1 else f"all {ranks} ranks are"

@@ -35,13 +35,22 @@ def start_again(
 
 
 def nodes_to_exclude(
-    bad: Collection[str], nodes: Collection[str], host: str, say: Callable[[str], None]
+    excluded: Collection[str],
+    lost: Collection[str],
+    nodes: Collection[str],
+    host: str,
+    say: Callable[[str], None],
 ) -> list[str]:
-    """Return the nodes to blame; none if all others went: this host may have been cut off then."""
-    if bad and not set(nodes) - set(bad) - {host}:
-        say("every other node went: not excluding them, this host may have been the cause")
-        return []
-    return sorted(bad)
+    """Return the nodes to leave out: the excluded and the lost ones.
+
+    If several were lost and none is left but this host, it may be this host that was cut off: then the lost
+    ones are not held to be bad.
+    """
+    lost = set(lost) - set(excluded)
+    if len(lost) > 1 and not set(nodes) - lost - set(excluded) - {host}:
+        say("every other node was lost: not excluding those, this host may have been the cause")
+        lost = set()
+    return sorted(lost | set(excluded))
 
 
 def leave_exit_code(

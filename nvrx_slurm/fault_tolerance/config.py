@@ -258,7 +258,7 @@ NOT_NEEDED: Mapping[str, str] = {
 }
 """Keys of NVIDIA's extension that say how, not what; accepted, and without effect."""
 
-_HEALTH = "the hardware is not checked during a job; `nvrx-health check` does it before"
+_HEALTH = "health checks have a configuration of their own: --health-config, see health.md"
 _SERVICE = "no attribution service is asked"
 NOT_OFFERED: Mapping[str, tuple[str, Sequence[object]]] = {
     "rank_termination_signal": ("a hung rank is killed with SIGKILL", ("SIGKILL", 9)),
