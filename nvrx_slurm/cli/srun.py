@@ -18,6 +18,7 @@ from nvrx_slurm.cli.program import check_nproc, check_text, find_program
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.interpreter import console_script
+from nvrx_slurm.slurm import SlurmClient
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 
@@ -52,6 +53,15 @@ def _outside(context: click.Context) -> str:
         words, nodes = ["--spares", "1", *words], 5
     command = shlex.join(["nvrx-srun", *words])
     return _OUTSIDE.format(nodes=nodes, wrapped=shlex.quote(f"exec {command}"), command=command)
+
+
+def _max_batch_requeue(client: SlurmClient) -> int | None:
+    from nvrx_slurm.slurm import SlurmUnavailableError
+
+    try:
+        return client.config().max_batch_requeue
+    except SlurmUnavailableError:
+        return None
 
 
 def _agent_command() -> str:
@@ -346,6 +356,8 @@ def main(
         iteration_file=fault_tolerance.checkpoint_iteration_file,
         ends=in_slurm.ends,
         time_limit_margin_s=time_limit_margin,
+        launches=in_slurm.launches,
+        max_batch_requeue=_max_batch_requeue(client),
         standby=standby_coordinator,
     )
     try:

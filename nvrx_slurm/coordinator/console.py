@@ -10,6 +10,14 @@ from nvrx_slurm.journal import Record
 def line_for(record: Record) -> str | None:
     """Return the line that tells of ``record``; None for what only reports need."""
     match record.event:
+        case journal.JobStarted() as event if event.launches > 1:
+            most = event.max_batch_requeue
+            limit = (
+                ""
+                if most is None
+                else f"; after {most} (MaxBatchRequeue) only an administrator can release it"
+            )
+            return f"WARNING: Slurm has had to launch the job {event.launches} times{limit}"
         case journal.CycleStarted() as event:
             spare = f", spare {' '.join(event.spares)}" if event.spares else ""
             nodes = " ".join(event.nodes) if len(event.nodes) <= 16 else f"{len(event.nodes)} nodes"

@@ -212,6 +212,8 @@ class JobRunner:
                 fence=spec.fence,
                 version=__version__,
                 submitted=spec.submitted,
+                launches=spec.launches,
+                max_batch_requeue=spec.max_batch_requeue,
             )
         )
         self._terminal.say(f"job {spec.job_id}: run directory {spec.run_dir.path}")

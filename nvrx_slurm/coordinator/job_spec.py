@@ -87,6 +87,9 @@ class JobSpec:
     """How long before that the ranks are asked to save; 0: not at all."""
     rejoin_argv: Callable[[str], Sequence[str]] | None = None
     """The srun line of a new agent on one node; None only if :attr:`Policy.rejoin_timeout_s` is 0."""
+    launches: int = 0
+    max_batch_requeue: int | None = None
+    """See :class:`~nvrx_slurm.journal.JobStarted`."""
     standby: bool = False
     """If this host is lost, another goes on in the same allocation; otherwise it requeues the job."""
     succession: Succession | None = None

@@ -6,6 +6,7 @@ this host's own; clocks of two hosts are never compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nvrx_slurm.coordinator.lease import LAPSE_S, Fence, Lease
@@ -64,12 +65,12 @@ class LeaseWatch:
 
     Args:
         fence: of the Coordinator that fell silent.
-        place: how many nodes step in before this one.
+        place: how many nodes step in before this one when a host, whose name it is given, is lost.
     """
 
-    def __init__(self, fence: Fence, place: int) -> None:
+    def __init__(self, fence: Fence, place: Callable[[str], int]) -> None:
         self._fence = fence
-        self._patience_s = LAPSE_S + place * STAGGER_S
+        self._place = place
         self._first: Lease | None = None
         self._last: Seen | None = None
         self._since = 0.0
@@ -98,7 +99,7 @@ class LeaseWatch:
         if found == self._fence and seen.lease.counter - self._first.counter >= _LIVELY_RENEWALS:
             return Leave(f"the Coordinator on {seen.lease.host} is well: this node was cut off from it")
         silent = now - self._since
-        if silent < self._patience_s:
+        if silent < LAPSE_S + self._place(seen.lease.host) * STAGGER_S:
             return Wait()
         return Claim(self._fence.next_attempt(max(seen.claimed, found.attempt)), seen.lease.host, silent)
 

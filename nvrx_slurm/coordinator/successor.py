@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nvrx_slurm.coordinator.handover import Handover
 from nvrx_slurm.coordinator.job_end import has_lost
 from nvrx_slurm.coordinator.lease import Fence, Lease, LeaseError, LeaseFile
-from nvrx_slurm.coordinator.lease_watch import Claim, Decision, Join, LeaseWatch, Leave, Seen, Wait
+from nvrx_slurm.coordinator.lease_watch import Claim, Join, LeaseWatch, Leave, Seen, Wait
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.slurm import SlurmClient, SlurmUnavailableError, UnknownJobError
 
@@ -52,7 +52,7 @@ class Successor:
         self._node = node
         self._fence = fence
         self._slurm = slurm
-        self._watch: LeaseWatch | None = None
+        self._watch = LeaseWatch(fence, self._place_after)
         self._readers = concurrent.futures.ThreadPoolExecutor(1)
         self._looking: concurrent.futures.Future[Seen | None] | None = None
         self._slurm_has_lost_it = False
@@ -63,7 +63,7 @@ class Successor:
     ) -> Outcome:
         """Look every :data:`LOOK_S` until there is an outcome."""
         while True:
-            match self._decide(clock()):
+            match self._watch.look(clock(), self._look()):
                 case Wait():
                     pass
                 case Claim() as claim:
@@ -74,17 +74,9 @@ class Successor:
                     return decision
             sleep(LOOK_S)
 
-    def _decide(self, now: float) -> Decision:
-        seen = self._look()
-        if self._watch is None:
-            host = "" if seen is None else seen.lease.host
-            order = [node for node in self._handover.policy.nodes if node != host]
-            place = order.index(self._node) if self._node in order else len(order)
-            watch = LeaseWatch(self._fence, place)
-            if seen is not None:
-                self._watch = watch
-            return watch.look(now, seen)
-        return self._watch.look(now, seen)
+    def _place_after(self, lost: str) -> int:
+        order = [node for node in self._handover.policy.nodes if node != lost]
+        return order.index(self._node) if self._node in order else len(order)
 
     def _look(self) -> Seen | None:
         """Read lease and claims; None if they can't be read, or the file system does not answer."""

@@ -64,6 +64,10 @@ class JobStarted(Event, frozen=True, tag="job_started"):
     version: str
     submitted: int = 0
     """When Slurm took the job, Unix seconds; a requeue changes it. 0: not known."""
+    launches: int = 0
+    """How often Slurm has had to launch it (``BatchFlag``): once unless a launch failed. 0: not known."""
+    max_batch_requeue: int | None = None
+    """After so many launches only an administrator can release the job; None: not known."""
 
 
 class NodeJoined(Event, frozen=True, tag="node_joined"):

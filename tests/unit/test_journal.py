@@ -84,6 +84,19 @@ def test_times_never_go_back_even_if_the_clock_does(path: Path, monkeypatch: pyt
     assert times[0] > 1e9
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"v":1,"ts":9', b"\n\n"])
+def test_times_go_on_when_another_host_whose_clock_is_behind_continues(
+    path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+) -> None:
+    (first,) = write(path, Progress(step=1))
+    with path.open("ab") as file:
+        file.write(torn)
+    monkeypatch.setattr(writer.time, "time", lambda: first.ts - 3600)
+    (second,) = write(path, Progress(step=2))
+    assert second.ts >= first.ts
+    assert [record.event for record in read_journal(path)] == [Progress(step=1), Progress(step=2)]
+
+
 def test_the_file_is_its_owners_alone_and_is_appended_to(path: Path) -> None:
     write(path, Progress(step=1))
     write(path, Progress(step=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ def test_the_end_of_the_job_stands_in_the_lease(tmp_path: Path) -> None:
 
 
 def watch(*looks: tuple[float, Seen | None], place: int = 0, fence: Fence = F0) -> Decision:
-    machine = LeaseWatch(fence, place)
+    machine = LeaseWatch(fence, lambda _: place)
     for now, look in looks[:-1]:
         assert machine.look(now, look) == Wait()
     return machine.look(*looks[-1])
@@ -225,6 +226,10 @@ def test_a_job_that_has_ended_or_was_started_again_is_left_alone() -> None:
 # --- all of them, on any schedule --------------------------------------------------------------------
 
 
+def _same(place: int, _lost: str) -> int:
+    return place
+
+
 @dataclass
 class World:
     """A run directory, Coordinators that renew or do not, nodes that look now and then."""
@@ -238,7 +243,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.nodes: dict[str, LeaseWatch | None] = {
-            f"n{place + 2}": LeaseWatch(F0, place) for place in range(self.watching)
+            f"n{place + 2}": LeaseWatch(F0, functools.partial(_same, place)) for place in range(self.watching)
         }
 
     def renew(self, fence: Fence) -> None:

@@ -114,6 +114,9 @@ class _Slurm:
     def config(self) -> SlurmConfig:
         return CONFIG
 
+    def requeue(self, job_id: str) -> None:
+        self._order("requeue")
+
     def requeue_hold(self, job_id: str) -> None:
         self._order("hold")
 
@@ -151,3 +154,36 @@ def test_a_step_that_fails_after_the_hold_says_how_to_release_the_job(order: str
 def test_an_exclusion_that_slurm_did_not_take_is_noticed() -> None:
     with pytest.raises(CannotRequeueError, match="it still excludes n9"):
         requeue(_Slurm(ignores_exclusion=True), "7", ["n2"])
+
+
+def test_the_number_of_nodes_is_changed_if_that_is_asked_for() -> None:
+    slurm = _Slurm()
+    requeue(slurm, "7", ["n2"], num_nodes=1)
+    assert slurm.orders == ["hold", "ExcNodeList", "NumNodes", "StartTime", "release"]
+
+
+def test_a_job_that_slurm_does_not_let_be_changed_is_requeued_as_it_is() -> None:
+    """As without slurmdbd, once Slurm has taken a lost node out of it; a hold could not be released."""
+    slurm = _Slurm({"Requeue": SlurmRefusedError("the DB index is being set")})
+    slurm.job_now = replace(JOB, nodes=("n1", "n3"))
+    plan = requeue(slurm, "7", ["n2"])
+    assert slurm.orders == ["Requeue", "requeue"]
+    assert plan.exclude == ("n9",)
+    assert plan.start_in_s == 121
+    assert "n2 is kept out only as long as Slurm holds it for down" in plan.warnings[-1]
+
+
+def test_a_job_that_has_lost_a_node_but_can_be_changed_is_requeued_without_it() -> None:
+    slurm = _Slurm()
+    slurm.job_now = replace(JOB, nodes=("n1", "n3"))
+    assert requeue(slurm, "7", ["n2"]).exclude == ("n9", "n2")
+    assert slurm.orders == ["Requeue", "hold", "ExcNodeList", "StartTime", "release"]
+
+
+@pytest.mark.parametrize(("launches", "limit", "warned"), [(4, 5, False), (5, 5, True), (5, None, False)])
+def test_the_last_launch_that_the_owner_can_do_without_an_administrator_is_warned_of(
+    launches: int, limit: int | None, warned: bool
+) -> None:
+    config = replace(CONFIG, max_batch_requeue=limit)
+    plan = plan_requeue(replace(JOB, launches=launches), ["n2"], FIVE, config)
+    assert any("only an administrator can release it" in warning for warning in plan.warnings) is warned

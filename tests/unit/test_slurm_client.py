@@ -145,6 +145,12 @@ def test_the_configuration_is_read() -> None:
     assert parse_config(golden("22.05", "config")) == SlurmConfig(kill_wait_s=5, slurmd_timeout_s=20)
 
 
+def test_the_limit_of_failed_launches_is_read_where_slurm_tells_it() -> None:
+    text = golden("22.05", "config")
+    assert parse_config(text).max_batch_requeue is None
+    assert parse_config(text + "MaxBatchRequeue         = 5\n").max_batch_requeue == 5
+
+
 def test_something_else_than_a_configuration_says_nothing() -> None:
     with pytest.raises(SlurmUnavailableError, match="does not tell KillWait"):
         parse_config("Unable to contact slurm controller\n")
