@@ -14,6 +14,7 @@ from nvrx_slurm.coordinator.address import address_toward
 from nvrx_slurm.coordinator.handover import Handover, JobState, job_state
 from nvrx_slurm.coordinator.job_end import start_again
 from nvrx_slurm.coordinator.job_spec import JobSpec, Succession
+from nvrx_slurm.coordinator.lease import Lease, LeaseFile
 from nvrx_slurm.coordinator.past import past_of_job
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.successor import Won
@@ -53,6 +54,9 @@ def requeue_job(won: Won, node: str, run_dir: RunDir, handover: Handover, slurm:
     outcome = start_again(slurm, handover.job_id, [won.lost])
     log.append(cycle, outcome)
     log.close()
+    # For the other nodes, and for the old Coordinator if it wakes.
+    ended = Lease(fence=str(won.fence), counter=1, host=node, ended=_RESTART_ELSEWHERE)
+    LeaseFile(run_dir.path).write(ended)
     return isinstance(outcome, journal.Requeued)
 
 

@@ -108,10 +108,10 @@ def test_the_first_node_in_order_takes_over_after_30_s_and_says_so_in_the_lease(
     assert not LeaseFile(run_dir.path).claim(F1, "n3"), "it is taken"
 
 
-def test_the_second_node_steps_in_five_seconds_later(run_dir: RunDir) -> None:
+def test_the_second_node_steps_in_ten_seconds_later(run_dir: RunDir) -> None:
     time = Time()
     assert isinstance(outcome_for(run_dir, slurm_with(), time, node="n3"), Won)
-    assert time.now == pytest.approx(36.0, abs=1.0)
+    assert time.now == pytest.approx(40.0, abs=1.0)
 
 
 def test_a_node_whose_coordinator_renews_leaves_without_asking_anybody(run_dir: RunDir) -> None:
