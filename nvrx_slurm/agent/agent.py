@@ -114,7 +114,6 @@ class Agent:
         self._reading: asyncio.Task[int] | None = None
         self._signalled_again = asyncio.Event()
         self._parent = os.getppid()
-        self._welcomed = False
         self.job_code: int | None = None
         """The job's exit code, once the Coordinator has told it."""
         self._closing = False
@@ -151,7 +150,7 @@ class Agent:
             except asyncio.InvalidStateError:
                 _log.error("the Coordinator at %s is gone", address)
         assert self._signalled is not None
-        silent = self._welcomed and await _is_silent(address)
+        silent = self._config.own is None and await _is_silent(address)
         if self._signalled.done():
             return 128 + self._signalled.result()
         return EXIT_COORDINATOR_SILENT if silent else EXIT_COORDINATOR_GONE
@@ -185,7 +184,6 @@ class Agent:
             why = welcome.why if isinstance(welcome, msg.Refused) else "it closed the stream"
             _log.error("not taken by the Coordinator: %s", why)
             return EXIT_EXCLUDED
-        self._welcomed = True
         try:
             welcome = own.adapt(welcome) if own else welcome
             slots = resolve_slots(welcome.nproc_per_node, self._config.environ)

@@ -13,10 +13,10 @@ from nvrx_slurm.coordinator.lease import Fence, Lease, LeaseFile
 from nvrx_slurm.journal import JournalWriter
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 QUICK = ("--warm-start", "off", "--workers-stop-timeout", "300ms")
 HOST = {"SLURMD_NODENAME": "n1"}
-TAKEOVER_S = 90.0
+TAKEOVER_S = 120.0
 
 TRAINS = (
     RANK
@@ -33,18 +33,23 @@ def lease_of(run: LocalJob) -> Lease:
     return found
 
 
+def wait_for_cycle(run: LocalJob, cycle: int) -> None:
+    for rank in (0, 1):
+        until(f"rank {rank} of {cycle}", (run.root / f"ready{rank}.{cycle}").exists, TAKEOVER_S)
+
+
 def no_rank_is_left(run: LocalJob, cycle: int = 0) -> None:
     until("no rank is left", lambda: not run.ranks(0, 1, cycle=cycle), 15)
 
 
 def test_w21_a_standby_takes_over_from_a_coordinator_that_stands_still_and_it_only_waits(job: Jobs) -> None:
     run = job(TRAINS, *QUICK, "--standby-coordinator", "--spares", "1", nodes=3, ranks=1, **HOST).start()
-    run.wait_for_file("ready1.0")
+    wait_for_cycle(run, 0)
     run.signal(signal.SIGSTOP)
     no_rank_is_left(run)
     lost = run.wait_for(journal.CoordinatorLost, patience_s=TAKEOVER_S)
     assert (lost.host, lost.fence) == ("n1", f"{JOB_ID}.0.1")
-    run.wait_for_file("ready0.1"), run.wait_for_file("ready1.1")
+    wait_for_cycle(run, 1)
     assert run.events(journal.CycleStarted)[-1].nodes == ["n2", "n3"]
     assert (lease_of(run).host, lease_of(run).fence) == (lost.successor, lost.fence)
     token = run.named("nvrx-agent", "n2").environ()["NVRX_TOKEN"]
@@ -68,15 +73,15 @@ def test_w21_a_standby_takes_over_from_a_coordinator_that_stands_still_and_it_on
 
 def test_w21_a_node_that_takes_over_and_dies_is_followed_by_another(job: Jobs) -> None:
     run = job(TRAINS, *QUICK, "--standby-coordinator", "--spares", "2", nodes=4, ranks=1, **HOST).start()
-    run.wait_for_file("ready1.0")
+    wait_for_cycle(run, 0)
     run.signal(signal.SIGSTOP)
     first = run.wait_for(journal.CoordinatorLost, patience_s=TAKEOVER_S)
-    run.wait_for_file("ready1.1")
+    wait_for_cycle(run, 1)
     # As a host that stands still: nobody refuses a connection.
     run.named("nvrx-srun", first.successor).suspend()
     second = run.wait_for(journal.CoordinatorLost, 2, patience_s=TAKEOVER_S)
     assert (second.host, second.fence) == (first.successor, f"{JOB_ID}.0.2")
-    run.wait_for_file("ready1.2")
+    wait_for_cycle(run, 2)
     assert set(run.events(journal.CycleStarted)[-1].nodes) == {"n2", "n3", "n4"} - {first.successor}
     run.touch("end")
     until("the end", lambda: run.events(journal.JobEnded))
@@ -85,7 +90,7 @@ def test_w21_a_node_that_takes_over_and_dies_is_followed_by_another(job: Jobs) -
 
 def test_w21_without_a_standby_a_job_whose_host_answers_slurm_is_left_to_it(job: Jobs) -> None:
     run = job(TRAINS, *QUICK, "--rejoin-timeout", "0", nodes=2, ranks=1, **HOST).start()
-    run.wait_for_file("ready1.0")
+    wait_for_cycle(run, 0)
     run.signal(signal.SIGSTOP)
     no_rank_is_left(run)
     watcher = run.named("nvrx-successor", "n2")
@@ -101,7 +106,7 @@ def test_w21_without_a_standby_a_job_whose_host_answers_slurm_is_left_to_it(job:
 
 def test_w21_without_a_standby_a_job_whose_host_slurm_misses_is_requeued_once(job: Jobs) -> None:
     run = job(TRAINS, *QUICK, nodes=3, ranks=1, **HOST).start()
-    run.wait_for_file("ready1.0")
+    wait_for_cycle(run, 0)
     (run.slurm / "node_state").write_text("DOWN*")
     run.signal(signal.SIGSTOP)
     requeued = run.wait_for(journal.Requeued, patience_s=TAKEOVER_S)
@@ -120,7 +125,7 @@ def test_w21_without_a_standby_a_job_whose_host_slurm_misses_is_requeued_once(jo
 def test_w20_a_coordinator_that_is_killed_takes_everything_along(job: Jobs) -> None:
     """Its host lives and refuses connections: nobody waits for a lease, and Slurm ends the job."""
     run = job(TRAINS, *QUICK, "--standby-coordinator", nodes=2, ranks=1, **HOST).start()
-    run.wait_for_file("ready1.0")
+    wait_for_cycle(run, 0)
     run.signal(signal.SIGKILL)
     assert run.nothing_is_left(15)
     assert run.events(journal.CoordinatorLost) == []
@@ -136,7 +141,7 @@ def test_a_start_that_slurm_has_replaced_refuses_to_run(job: Jobs) -> None:
 
 def test_a_running_coordinator_of_an_earlier_start_ends_and_touches_nothing(job: Jobs) -> None:
     run = job(TRAINS, *QUICK, nodes=2, ranks=1).start()
-    run.wait_for_file("ready1.0")
+    wait_for_cycle(run, 0)
     newer = Lease(fence=f"{JOB_ID}.1.0", counter=1, host="n9", address="10.0.0.9:1")
     LeaseFile(run.run_dir).write(newer)
     before = list(run.records)
