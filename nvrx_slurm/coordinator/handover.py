@@ -41,6 +41,8 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     iteration_file: str | None = None
     ends: int | None = None
     time_limit_margin_s: float = 0.0
+    cycle_info_dir: str | None = None
+    applog_prefix: str | None = None
     output: str = ""
     """The file that the job's output goes to; empty: none."""
     v: int = _VERSION

@@ -120,5 +120,7 @@ class JobSpec:
             iteration_file=None if self.iteration_file is None else str(self.iteration_file),
             ends=self.ends,
             time_limit_margin_s=self.time_limit_margin_s,
+            cycle_info_dir=None if self.cycle_info_dir is None else str(self.cycle_info_dir),
+            applog_prefix=None if self.applog_prefix is None else str(self.applog_prefix),
             output=shared_output(),
         )

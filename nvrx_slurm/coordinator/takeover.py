@@ -107,7 +107,9 @@ def specification(
         slurm=slurm,
         step_argv=[console_script("nvrx-agent")],
         step_environ=environ,
-        iteration_file=Path(handover.iteration_file) if handover.iteration_file else None,
+        iteration_file=_path(handover.iteration_file),
+        cycle_info_dir=_path(handover.cycle_info_dir),
+        applog_prefix=_path(handover.applog_prefix),
         ends=handover.ends,
         time_limit_margin_s=handover.time_limit_margin_s,
         standby=True,
@@ -145,6 +147,10 @@ def continue_output(handover: Handover, run_dir: RunDir) -> None:
     for standard in (1, 2):
         os.dup2(fd, standard)
     os.close(fd)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _state_of(run_dir: RunDir, handover: Handover) -> JobState:
