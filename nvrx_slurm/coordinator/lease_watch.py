@@ -14,8 +14,8 @@ from nvrx_slurm.coordinator.lease import LAPSE_S, Fence, Lease
 STAGGER_S = 10.0
 """How much later than the one before it a node steps in.
 
-More than the 7 s by which nodes differ in when they look first: an interval of the keep-alive (``wire/rpc.py``)
-and one of looks (:mod:`.successor`).
+More than the 7 s by which nodes differ in when they look first: an interval of the keep-alive
+(``wire/rpc.py``) and one of looks (:mod:`.successor`).
 """
 BLIND_S = 60.0
 """How long a run directory that does not tell is looked at again."""
