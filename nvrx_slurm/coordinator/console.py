@@ -5,6 +5,7 @@ from __future__ import annotations
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator.blame import describe
 from nvrx_slurm.journal import Record
+from nvrx_slurm.slurm.hostlist import compress_hostlist
 
 
 def line_for(record: Record) -> str | None:
@@ -49,6 +50,12 @@ def line_for(record: Record) -> str | None:
             return f"node {event.node} is gone: {event.why}"
         case journal.NodeJoined() as event if event.returned:
             return f"node {event.node} is back, with a new agent"
+        case journal.NodesAwaited() as event:
+            lack = (
+                f"training needs {event.needed} nodes, {event.here} {'is' if event.here == 1 else 'are'} here"
+            )
+            nodes = compress_hostlist(event.nodes)
+            return f"waiting up to {event.seconds:g} s for {nodes} to come back: {lack}"
         case journal.NodeGivenUp() as event:
             return f"node {event.node} stays away: {event.why}"
         case journal.TopologyIgnored() as event:

@@ -396,11 +396,16 @@ class CycleMachine:
                 self._do(arm)
             case tuple() as nodes:
                 self._start_cycle(nodes)
+            case None if self.active:
+                awaited = self._formation.wait_once()
+                if awaited is not None:
+                    self._write(awaited)
 
     def _start_cycle(self, nodes: tuple[str, ...]) -> None:
         trouble = self._formation.trouble_once()
         if trouble:
             self._write(journal.TopologyIgnored(why=trouble))
+        self._formation.over()
         self._current = RunningCycle(nodes, self.members.slots, began=self._now)
         self.phase = Phase.RUNNING
         self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))

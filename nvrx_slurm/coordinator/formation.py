@@ -6,6 +6,7 @@ from nvrx_slurm.coordinator.budget import Budget
 from nvrx_slurm.coordinator.membership import Membership
 from nvrx_slurm.coordinator.policy import EXIT_RESTART_ELSEWHERE, EXIT_USAGE, Policy
 from nvrx_slurm.coordinator.steps import Arm, End, Timer
+from nvrx_slurm.journal import NodesAwaited
 
 
 class Formation:
@@ -18,6 +19,7 @@ class Formation:
         self._members = members
         self._budget = budget
         self._told_of_topology = False
+        self._told_wait = False
 
     @property
     def awaits_more(self) -> bool:
@@ -48,6 +50,23 @@ class Formation:
         if self.awaits_more:
             return Arm(Timer.FORM_GRACE, policy.form_grace_s)
         return members.choose(before)
+
+    def wait_once(self) -> NodesAwaited | None:
+        """Return for which lost nodes the next cycle waits; None: for none, or that has been told."""
+        members, policy = self._members, self._policy
+        if self._told_wait or members.usable_count >= policy.active_nodes or not members.awaited:
+            return None
+        self._told_wait = True
+        return NodesAwaited(
+            nodes=list(members.awaited),
+            needed=policy.active_nodes,
+            here=members.usable_count,
+            seconds=policy.rejoin_timeout_s,
+        )
+
+    def over(self) -> None:
+        """A cycle has begun: the next wait is another one."""
+        self._told_wait = False
 
     def trouble_once(self) -> str:
         """Return what is wrong with what is known of the topology, in one call only; empty: nothing."""

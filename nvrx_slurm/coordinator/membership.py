@@ -170,6 +170,11 @@ class Membership:
         """Count on ``node``, which is lost, to come back."""
         self._awaited.add(node)
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Lost nodes that may come back."""
+        return self._in_line(self._awaited)
+
     def is_awaited(self, node: str) -> bool:
         return node in self._awaited
 

@@ -114,6 +114,16 @@ class NodeLost(Event, frozen=True, tag="node_lost"):
     why: str
 
 
+class NodesAwaited(Event, frozen=True, tag="nodes_awaited"):
+    """Nodes lack for the next cycle, and lost ones may come back."""
+
+    nodes: list[str]
+    needed: int
+    here: int
+    seconds: float
+    """How long they are waited for at most."""
+
+
 class NodeGivenUp(Event, frozen=True, tag="node_given_up"):
     """Nobody tries any more to bring a lost node back."""
 
@@ -384,6 +394,7 @@ AnyEvent = (
     | HealthChecked
     | HealthDisbelieved
     | NodeLost
+    | NodesAwaited
     | NodeGivenUp
     | TopologyIgnored
     | NodeExcluded

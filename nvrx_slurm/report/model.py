@@ -92,6 +92,7 @@ class MomentKind(str, enum.Enum):
     COORDINATOR_LOST = "coordinator_lost"
     NODE_JOINED = "node_joined"
     NODE_LOST = "node_lost"
+    NODES_AWAITED = "nodes_awaited"
     NODE_GIVEN_UP = "node_given_up"
     NODE_EXCLUDED = "node_excluded"
     NODE_SUSPECTED = "node_suspected"

@@ -49,6 +49,7 @@ _MOMENT_NAMES = {
     MomentKind.JOB_STARTED: "job",
     MomentKind.NODE_JOINED: "joined",
     MomentKind.NODE_LOST: "node lost",
+    MomentKind.NODES_AWAITED: "waits",
     MomentKind.NODE_GIVEN_UP: "given up",
     MomentKind.NODE_EXCLUDED: "excluded",
     MomentKind.NODE_SUSPECTED: "suspect",

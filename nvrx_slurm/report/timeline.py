@@ -25,6 +25,7 @@ from nvrx_slurm.journal import (
     NodeGivenUp,
     NodeJoined,
     NodeLost,
+    NodesAwaited,
     NodeSuspected,
     NotRequeued,
     Requeued,
@@ -130,6 +131,9 @@ class _Teller:
                 self._out.add(event.node)
                 if not self._seen_as_fault(event.node):
                     yield MomentKind.NODE_LOST, f"{clean(event.node)} lost: {clean(event.why)}"
+            case NodesAwaited() as event:
+                text = f"waits for {node_set(event.nodes)}: {event.here} of {event.needed} nodes are here"
+                yield MomentKind.NODES_AWAITED, text
             case NodeGivenUp(node=node, why=why):
                 yield MomentKind.NODE_GIVEN_UP, f"{clean(node)} stays away: {clean(why)}"
             case TopologyIgnored(why=why):

@@ -53,6 +53,10 @@ TOLD: list[tuple[AnyEvent, str]] = [
     (journal.NodeLost(node="n4", why="its connection broke"), "node n4 is gone: its connection broke"),
     (journal.NodeJoined(node="n4", slots=2, returned=True), "node n4 is back, with a new agent"),
     (
+        journal.NodesAwaited(nodes=["n3", "n4"], needed=4, here=2, seconds=60.0),
+        "waiting up to 60 s for n[3-4] to come back: training needs 4 nodes, 2 are here",
+    ),
+    (
         journal.NodeGivenUp(node="n4", why="Slurm has taken it out of the job"),
         "node n4 stays away: Slurm has taken it out of the job",
     ),

@@ -37,6 +37,8 @@ def test_a_job_without_a_spare_waits_for_its_lost_node_and_goes_on_with_it() -> 
     job = running().lose("n2").stopped("n1")
     assert job.phase is Phase.FORMING
     assert recalled(job) == ["n2"]
+    awaited = journal.NodesAwaited(nodes=["n2"], needed=2, here=1, seconds=REJOIN_S)
+    assert job.written(journal.NodesAwaited) == [awaited]
     job.join("n2")
     assert job.started == [("n1", "n2")] * 2
     assert job.written(journal.NodeJoined)[-1] == journal.NodeJoined(node="n2", slots=2, returned=True)
