@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,7 @@ class SoakJob:
         self._process = process
         self._journal = JournalFollower(place.run_dir / "journal.jsonl")
         self.records: list[Record] = []
+        self._agents_lost: Counter[str] = Counter()
 
     # --- seeing --------------------------------------------------------------------------------------
 
@@ -175,12 +177,17 @@ class SoakJob:
     # --- hurting -------------------------------------------------------------------------------------
 
     def strike(self, kind: Kind, rank: int) -> float:
-        """Do it; return the moment, Unix seconds.
+        """Do it, to ``rank`` or on its node; return the moment, Unix seconds.
+
+        A loss of an agent meets the node that has had fewest.
 
         Raises:
             SoakError: the victim is not there.
         """
         node = self.node_of(rank)
+        if kind.costs_agent or kind is Kind.NODE_LOST:
+            node = self._least_hurt()
+            self._agents_lost[node] += 1
         match kind:
             case _ if kind.ordered:
                 fresh = self.place.orders / f".rank_{rank}"
@@ -211,6 +218,11 @@ class SoakJob:
             case _:
                 raise AssertionError(kind)
 
+    def _least_hurt(self) -> str:
+        """Return the active node that has lost its agent least often: after three times it is left out."""
+        nodes = [self.node_of(rank) for rank in range(0, WORLD, RANKS_PER_NODE)]
+        return min(nodes, key=lambda node: self._agents_lost[node])
+
     def _signal(self, name: str, node: str | None, sig: signal.Signals) -> float:
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -233,6 +245,8 @@ def running(
         *(str(Path(sys.prefix) / "bin" / "nvrx-srun"), "--run-dir", str(place.run_dir)),
         *("--nproc-per-node", str(RANKS_PER_NODE), "--spares", str(len(nodes) - ACTIVE_NODES)),
         *("--max-restarts", "100000", "--heartbeat-timeout", f"{HEARTBEAT_TIMEOUT_S}s"),
+        # The nodes are well: what is done to them is no reason to do without them.
+        *("--exclude-after", "0"),
         *(str(WORKER), *_WORKER_OPTIONS, "--steps", str(steps), "--step-delay", str(step_delay_s)),
         *("--out", str(place.directory / "train")),
     ]

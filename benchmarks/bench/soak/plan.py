@@ -79,7 +79,7 @@ class Strike:
     step: int
     """Training must have got there."""
     rank: int
-    """The victim, or one on the victim's node."""
+    """The victim, or one on the node whose worker server is. Which node loses its agent is decided then."""
     again_after_s: float | None
     """Then another rank is killed so long after it, in the middle of the recovery."""
 
