@@ -79,7 +79,7 @@ def test_every_family_that_decides_is_known_by_a_line_of_ours_or_by_no_line() ->
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in RULES.rules if rule.family.role is not Role.BENIGN], ids=str
+    "rule", [rule for rule in RULES.rules if rule.family.role is not Role.BENIGN], ids=lambda rule: rule.id
 )
 def test_what_a_pattern_matches_is_looked_at(rule: Rule) -> None:
     """The cheap search for words must not hide a line from the patterns: lines are made from each."""
