@@ -157,7 +157,7 @@ def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
     assert job.events(JobEnded)[-1].event.code == 128 + signal.SIGTERM
 
 
-def test_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
+def test_w20_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
     job = _train(slurm, 2000, nodes=5, spares=1)
     job.wait_for_training(cycle=0)
     host = job.slurm_fields()["BatchHost"]
