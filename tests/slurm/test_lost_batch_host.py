@@ -126,7 +126,7 @@ def test_w21_a_job_that_fails_under_a_standby_is_a_failed_job(slurm: SlurmJobs) 
 
 
 def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothing(slurm: SlurmJobs) -> None:
-    job = train(slurm, 1500, "--standby-coordinator", nodes=5, spares=1)
+    job = train(slurm, 400, "--standby-coordinator", nodes=5, spares=1)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     slurm.cluster.exec(host, ["pkill", "-STOP", "-f", "bin/nvrx-srun"], check=True)
@@ -141,12 +141,12 @@ def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothin
     assert job.slurm_fields()["Restarts"] == "0", "no requeue: the old batch script has told the code"
     told = [type(record.event) for record in job.records()[began:]]
     assert set(told) & {CycleStarted, Verdict, Requeued} == set()
-    assert sorted(job.curve()) == list(range(1, 1501))
+    assert sorted(job.curve()) == list(range(1, 401))
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
 
 
 def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(slurm: SlurmJobs) -> None:
-    job = train(slurm, 1500, "--standby-coordinator", nodes=5, spares=1)
+    job = train(slurm, 400, "--standby-coordinator", nodes=5, spares=1)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     slurm.cluster.partition_node(host)
@@ -159,6 +159,6 @@ def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(slurm: 
 
     wait_until("the end", lambda: bool(job.events(JobEnded)), 240)
     assert [e.event.code for e in job.events(JobEnded)] == [0], job.log()
-    assert sorted(job.curve()) == list(range(1, 1501))
+    assert sorted(job.curve()) == list(range(1, 401))
     wait_for_state(job, "COMPLETED", 240)
     assert job.slurm_fields()["ExitCode"] == "0:0"

@@ -68,6 +68,8 @@ class Setting(NamedTuple):
     rejoin_timeout_s: float = 0.0
     """How long lost nodes are waited for."""
     term_timeout_s: float | None = None
+    host: str | None = None
+    """Where the Coordinator runs, if another may take over."""
 
 
 class Move(NamedTuple):
@@ -82,6 +84,7 @@ class World:
     """Plays a schedule. A move that is not possible at the moment is left out."""
 
     def __init__(self, setting: Setting) -> None:
+        self.setting = setting
         self.policy = Policy(
             nodes=node_names(setting.active + setting.spares),
             active_nodes=setting.active,
@@ -97,6 +100,7 @@ class World:
             has_iteration_file=setting.iteration_file,
             rejoin_timeout_s=setting.rejoin_timeout_s,
             term_timeout_s=setting.term_timeout_s,
+            host=setting.host,
         )
         self.slots = setting.slots
         self.machine = CycleMachine(self.policy)
@@ -347,7 +351,10 @@ class World:
         if self.consulting:
             self.consulting = False
             state = one_of([None, "RUNNING", "CANCELLED", "gone"], who)
-            self.feed(steps.SlurmAnswered(state, preempted=state == "RUNNING" and how % 2 == 0))
+            # What is answered too late is not listened to.
+            in_time = self.machine.phase is Phase.CONSULTING or self.referee.shut_down
+            preempted = in_time and state == "RUNNING" and how % 2 == 0
+            self.feed(steps.SlurmAnswered(state, preempted=preempted))
 
     def the_store_dies(self, _who: int, _how: int) -> None:
         self.feed(steps.StoreLost("n1", "the store's process ended with -9"))
@@ -423,6 +430,9 @@ class World:
                 self.feed(steps.SnapshotsTaken(node, self.machine.cycle, ()))
             for node in sorted(self.asked_to_stop):
                 self.stop(node)
+            if self.machine.phase is Phase.CONSULTING and self.setting.host is not None:
+                # Alone, it waits for Slurm for as long as that takes.
+                self.feed(steps.SlurmAnswered("RUNNING"))
             for timer in sorted(self.timers, key=lambda timer: timer.value):
                 if timer in self.timers:
                     self.fire(timer)

@@ -44,6 +44,7 @@ def setting(draw: st.DrawFn) -> Setting:
         past=draw(st.sampled_from(PASTS)),
         rejoin_timeout_s=draw(st.sampled_from([0.0, 60.0])),
         term_timeout_s=draw(st.sampled_from([None, 600.0])),
+        host=draw(st.sampled_from([None, "n1"])),
     )
 
 
@@ -79,6 +80,7 @@ def random_schedule(seed: int) -> tuple[Setting, list[Move]]:
         past=rng.choice(PASTS),
         rejoin_timeout_s=rng.choice([0.0, 60.0]),
         term_timeout_s=rng.choice([None, None, 600.0]),
+        host=rng.choice([None, "n1"]),
     )
     return begins, [
         Move(rng.choice(weighted), rng.randint(0, 11), rng.randint(0, 11)) for _ in range(rng.randint(5, 120))
