@@ -62,7 +62,8 @@ def test_the_rank_that_never_called_is_named(
         hear(process, "calls 5")
     (tmp_path / "dumps").mkdir()
     paths = [tmp_path / "dumps" / f"trace_rank{rank}{suffix}" for rank in range(WORLD)]
-    # A rank says that it calls a moment before it does: ask again until the recorders have seen it.
+    # A rank says that it calls a moment before it does, and its recorder learns of an end a moment later: ask
+    # again until they have seen both.
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         for process, path in zip(ranks, paths, strict=True):
@@ -71,8 +72,10 @@ def test_the_rank_that_never_called_is_named(
             process.stdin.flush()
             hear(process, "dumped")
         traces = {rank: read_dump(path) for rank, path in enumerate(paths)}
-        seen = {rank: max(s.enqueued for s in trace.groups.values()) for rank, trace in traces.items()}
-        if seen == LAST_CALL:
+        groups = {rank: list(trace.groups.values()) for rank, trace in traces.items()}
+        launched = {rank: max(state.enqueued for state in states) for rank, states in groups.items()}
+        completed = {max(state.completed for state in states) for states in groups.values()}
+        if launched == LAST_CALL and completed == {4}:
             break
     report = analyze_directory(tmp_path / "dumps", world_size=WORLD)
     assert [(culprit.rank, culprit.kind) for culprit in report.culprits] == [(2, CulpritClass.HOST_LAG)]
