@@ -12,16 +12,21 @@ from nvrx_slurm.journal import (
     CycleStarted,
     FaultDetected,
     FirstStep,
+    GpuMemoryLeft,
+    HangEvidence,
     JobEnded,
     JobStarted,
     RankReady,
     Record,
+    TracesKept,
     Verdict,
     WorkersStopped,
 )
 
 _ORDER = (CycleStarted, RankReady, FirstStep, FaultDetected, WorkersStopped, Verdict)
 """Of one cycle; any may be missing, faults may be several and come at any time after the start."""
+_EVIDENCE = (HangEvidence, TracesKept, GpuMemoryLeft)
+"""Told of a cycle when it is there; no restart waits for it."""
 _GROWTH_SHARE = 4
 """The first and the last of so many parts of the run are compared."""
 _MORE_DESCRIPTORS = 16
@@ -46,7 +51,7 @@ def journal_order(records: Sequence[Record]) -> Iterator[str]:
     for before, after in itertools.pairwise(records):
         if after.ts < before.ts:
             yield f"time goes back by {before.ts - after.ts:.6f} s at {type(after.event).__name__}"
-        if after.cycle < before.cycle:
+        if after.cycle < before.cycle and not isinstance(after.event, _EVIDENCE):
             yield f"cycle {after.cycle} after cycle {before.cycle} at {type(after.event).__name__}"
     if not records or not isinstance(records[0].event, JobStarted):
         yield "the first event is not job_started"
