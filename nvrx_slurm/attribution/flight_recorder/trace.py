@@ -212,6 +212,15 @@ class _Reducer:
                 state = self._state(key)
                 state.enqueued = max(state.enqueued, status.last_enqueued_collective)
                 state.completed = max(state.completed, status.last_completed_collective)
+                self._drop_ended(key, status.last_completed_collective)
+
+    def _drop_ended(self, key: GroupKey, completed: int) -> None:
+        """Take out what the rank's own counter says has ended: an entry's state follows it a moment later."""
+        self._trace.pending = [
+            (group, op)
+            for group, op in self._trace.pending
+            if group != key or op.is_p2p or op.collective_seq_id > completed
+        ]
 
     def _local_ids(self, statuses: Iterable[int]) -> dict[int, GroupKey]:
         """Return which group each local id means: as the entries say, by order where that agrees.
