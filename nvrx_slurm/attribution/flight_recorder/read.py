@@ -1,20 +1,21 @@
-"""Read the dumps of a directory: in a pool of limited processes, one dump at a time in each."""
+"""Read the dumps of a directory: in processes of limited memory, one dump at a time in each."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
+import contextlib
 import os
+import pickle
 import re
-import resource
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+import nvrx_slurm
 from nvrx_slurm.attribution.flight_recorder.load import (
     MAX_DUMP_BYTES,
     DumpError,
@@ -26,9 +27,8 @@ from nvrx_slurm.attribution.flight_recorder.trace import RankTrace, reduce_dump
 
 MANIFEST_SUFFIX = ".manifest.json"
 _MAX_MANIFEST_BYTES = 64 * 1024
-_BATCH = 16
-_WORKER_MEMORY = 3 * 2**30
-"""Address space of a pool's process: a hostile dump gets a MemoryError, not the machine's memory."""
+BATCH = 16
+"""Dumps that a child tells at once."""
 _RANK = re.compile(r"rank[_-]?(\d+)")
 _TRAILING = re.compile(r"(\d+)$")
 _SUFFIXES = (".json", ".pickle", ".pkl", ".bin", ".gz")
@@ -126,44 +126,39 @@ def _manifest(path: Path) -> Manifest | None:
         return None
 
 
-_Read = tuple[Path, RankTrace | None, str]
+Read = tuple[Path, RankTrace | None, str]
+"""A file, its trace or none, and why there is none."""
 
 
-def _read_all(paths: Sequence[Path], workers: int) -> Iterator[_Read]:
-    batches = [paths[at : at + _BATCH] for at in range(0, len(paths), _BATCH)]
-    if not batches:
-        return
-    # Fork would copy the locks of the caller's threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(batches)), mp_context=context, initializer=_prepare) as pool:
-        reading = [(batch, pool.submit(_read_and_collect, batch)) for batch in batches]
-        for batch, found in reading:
-            try:
-                yield from found.result()
-            except BrokenProcessPool:
-                yield from ((path, None, "the process that read it was killed") for path in batch)
+def _read_all(paths: Sequence[Path], workers: int) -> Iterator[Read]:
+    count = max(1, min(workers, -(-len(paths) // BATCH)))
+    with ThreadPoolExecutor(count) as threads:
+        for found in threads.map(_read_in_child, [paths[at::count] for at in range(count)]):
+            yield from found
 
 
-def _prepare() -> None:
-    """Set up a process of the pool."""
-    # Half of the time goes into looking for cycles, and a dump has none unless it is hostile.
-    gc.disable()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _WORKER_MEMORY if hard == resource.RLIM_INFINITY else min(hard, _WORKER_MEMORY)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-def _read_and_collect(paths: Sequence[Path]) -> list[_Read]:
-    found = _read_batch(paths)
-    gc.collect()
-    return found
-
-
-def _read_batch(paths: Sequence[Path]) -> list[_Read]:
-    found: list[_Read] = []
-    for path in paths:
-        try:
-            found.append((path, read_dump(path), ""))
-        except DumpError as error:
-            found.append((path, None, str(error)))
-    return found
+def _read_in_child(paths: Sequence[Path]) -> list[Read]:
+    """Read dumps in a process of limited memory; those that it did not come to are told as unreadable."""
+    if not paths:
+        return []
+    # Not multiprocessing: that would run the caller's main module again.
+    package_root = str(Path(nvrx_slurm.__file__).parent.parent)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])}
+    argv = [sys.executable, "-m", "nvrx_slurm.attribution.flight_recorder.child"]
+    found: list[Read] = []
+    child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(b"\0".join(map(os.fsencode, paths)))
+            child.stdin.close()
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                found += pickle.load(child.stdout)  # of our own child, not of a dump
+    finally:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            pipe.close()
+    return found + [(path, None, "the process that read it was killed") for path in paths[len(found) :]]
