@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from harness import LocalJob, local_jobs
 
-# A shell that runs the tests in the background has them ignore these, and every process that they start;
-# slurmstepd starts tasks without.
+# A shell that runs the tests in the background has them ignore these, nohup the last, and so does every process
+# that they start; slurmstepd starts tasks without.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
