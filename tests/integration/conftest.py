@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import LocalJob, local_jobs
 
-# A shell that runs the tests in the background has them ignore these, nohup the last, and so does every process
+# A shell that runs the tests in the background has them ignore these, nohup SIGHUP, and so do all processes
 # that they start; slurmstepd starts tasks without.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
