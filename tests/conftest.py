@@ -7,7 +7,7 @@ import pytest
 _UNIT = Path(__file__).parent / "unit"
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep each file of tests with real processes in one process: they take turns on names and clusters."""
     for item in items:
