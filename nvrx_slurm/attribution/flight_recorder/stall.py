@@ -144,20 +144,27 @@ class Stall:
     def _member_sets(self) -> dict[GroupKey, frozenset[int]]:
         return {key: frozenset(members) for key, members in self.members.items()}
 
+    @cached_property
+    def _slowest_first(self) -> dict[GroupKey, list[tuple[int, int]]]:
+        """Enqueued number and rank of each group's members, sorted."""
+        found: dict[GroupKey, list[tuple[int, int]]] = defaultdict(list)
+        for rank, trace in self.traces.items():
+            for key, state in trace.groups.items():
+                if state.enqueued >= 0:
+                    found[key].append((state.enqueued, rank))
+        return {key: sorted(members) for key, members in found.items()}
+
     def waits_for(self, rank: int, limit: int) -> list[int]:
-        """Return the ranks that ``rank`` waits for, at most ``limit``."""
+        """Return the ranks that ``rank`` waits for, at most ``limit``, those that are furthest behind."""
         found: set[int] = set()
         for key, op in self.traces[rank].pending:
             if key in self.mixed or op.is_p2p:
                 continue
-            for member in self.members[key]:
-                trace = self.traces.get(member)
-                if trace is not None and key in trace.groups:
-                    enqueued = trace.groups[key].enqueued
-                    if 0 <= enqueued < op.collective_seq_id and member != rank:
-                        found.add(member)
-                        if len(found) >= limit:
-                            return sorted(found)
+            for enqueued, member in self._slowest_first.get(key, ()):
+                if enqueued >= op.collective_seq_id or len(found) >= limit:
+                    break
+                if member != rank:
+                    found.add(member)
         return sorted(found)
 
     @cached_property

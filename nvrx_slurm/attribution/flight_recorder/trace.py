@@ -146,6 +146,9 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(rank for rank in ranks if isinstance(rank, int))
 
 
+_NOT_KNOWN: tuple[GroupKey, GroupState | None] = (GroupKey("", "", ""), None)
+
+
 class _Reducer:
     """One pass over a dump. The loop over the ring reads few keys: 2,000 entries a rank are usual."""
 
@@ -157,6 +160,8 @@ class _Reducer:
         )
         self._keys: dict[tuple[str, str], GroupKey] = {}
         self._local: dict[int, GroupKey] = {}
+        self._known: dict[int, tuple[GroupKey, GroupState | None]] = {}
+        """Of the entry before, most often the same: saves a hash for each of thousands of entries."""
         self._durations: list[int] = []
 
     def trace(self) -> RankTrace:
@@ -182,10 +187,14 @@ class _Reducer:
 
     def _take(self, entry: dict[str, Any]) -> None:
         group = entry.get("process_group") or ("", "")
-        key = self._key(str(group[0]), str(group[1]))
-        self._local.setdefault(int(entry.get("pg_id", -1)), key)
-        state = self._state(key)
-        state.used = True
+        local = int(entry.get("pg_id", -1))
+        key, state = self._known.get(local, _NOT_KNOWN)
+        if state is None or key.name != group[0] or key.description != group[1]:
+            key = self._key(str(group[0]), str(group[1]))
+            state = self._state(key)
+            state.used = True
+            self._local.setdefault(local, key)
+            self._known[local] = (key, state)
         p2p = bool(entry.get("is_p2p"))
         state.has_p2p = state.has_p2p or p2p
         # Other than NCCL, gloo leaves the state at "scheduled" for ever, and retires what has ended.
