@@ -31,6 +31,7 @@ MUST_DIFFER = {
 }
 OURS = ("NVRX_",)
 OF_IMPORTING_TORCH = {"TORCHINDUCTOR_CACHE_DIR": "set by torch itself, which a warm start has imported"}
+OF_THE_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
 OF_TORCHRUN_ALONE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "said by torchrun to itself"}
 
 
@@ -107,7 +108,8 @@ def test_a_rank_finds_what_it_finds_under_torchrun(
         ]
         env, other = ours["env"], theirs["env"]
         extra = {name for name in env.keys() - other.keys() if not name.startswith(OURS)}
-        assert extra <= (OF_IMPORTING_TORCH.keys() if warm_start == "on" else set())
+        of_torch = OF_IMPORTING_TORCH.keys() if warm_start == "on" else set()
+        assert extra <= OF_THE_FLIGHT_RECORDER | of_torch
         assert other.keys() - env.keys() <= OF_TORCHRUN_ALONE.keys()
         different = {name for name in env.keys() & other.keys() if env[name] != other[name]}
         assert different <= MUST_DIFFER.keys(), {name: (env[name], other[name]) for name in different}
