@@ -388,7 +388,9 @@ class TestNvrxTest:
         for name in ("ruff check", "ruff format", "mypy", "import-linter", "pytest"):
             assert any(line.startswith(name) and line.endswith(" s") for line in output.splitlines())
         assert "nvrx-test: all passed" in output.splitlines()[-1]
-        assert machine.calls("python -m pytest") == ["python -m pytest -k recovery"]
+        assert machine.calls("python -m pytest") == [
+            "python -m pytest --numprocesses 2 --dist loadfile -k recovery"
+        ]
 
     def test_runs_all_checks_and_names_those_that_failed(self, machine: Machine) -> None:
         machine.set("fails/mypy")
