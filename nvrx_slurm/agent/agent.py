@@ -48,6 +48,10 @@ _Control = Any
 _STREAM_BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
 
+class _UnreachableError(Exception):
+    """The connection has failed before the Coordinator said anything."""
+
+
 @dataclass(frozen=True)
 class OwnLauncher:
     """What a launcher on this node decides for this node's ranks, where the agent came by itself."""
@@ -149,6 +153,8 @@ class Agent:
                 _log.error("the Coordinator at %s is gone: %s", address, error.details())
             except asyncio.InvalidStateError:
                 _log.error("the Coordinator at %s is gone", address)
+            except _UnreachableError as error:
+                _log.error("the Coordinator at %s is not reached: %s", address, error)
         assert self._signalled is not None
         silent = self._config.own is None and await _is_silent(address)
         if self._signalled.done():
@@ -174,6 +180,9 @@ class Agent:
         if self._signalled.done():
             return 128 + self._signalled.result()
         if rpc.GREETING not in tuple(await asyncio.wait_for(greeting, 0)):
+            if await control.code() is grpc.StatusCode.UNAVAILABLE:
+                # Nobody has turned this node away, and who is in charge is to be found out.
+                raise _UnreachableError(await control.details())
             address = self._config.coordinator
             _log.error("not taken by the Coordinator at %s: %s", address, await control.details())
             return EXIT_COORDINATOR_GONE

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 
+from nvrx_slurm.agent.agent import Agent as NodeAgent
+from nvrx_slurm.agent.agent import AgentConfig
+from nvrx_slurm.agent.exit_codes import EXIT_COORDINATOR_SILENT
 from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
@@ -262,3 +267,28 @@ def test_output_comes_with_the_name_of_its_node() -> None:
         assert stage.heard.outputs == [("n1", chunk), ("n1", msg.LogEnd(cycle=0, rank=1))]
 
     on_stage(play)
+
+
+def test_an_agent_that_comes_while_the_coordinator_stands_still_finds_out_who_is_in_charge(
+    tmp_path: Path,
+) -> None:
+    empty_settings = b"\0\0\0\4\0\0\0\0\0"
+
+    async def run() -> int:
+        async def stand_still(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if not came:
+                # It was well when the first connection was made; RFC 9113, 3.4.
+                writer.write(empty_settings)
+            came.append(writer)
+            await reader.read()
+            writer.close()
+
+        came: list[asyncio.StreamWriter] = []
+        server = await asyncio.start_server(stand_still, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        config = AgentConfig(f"127.0.0.1:{port}", "token", FENCE, "n1", tmp_path, os.environ)
+        code = await asyncio.wait_for(NodeAgent(config).run(), 55)
+        server.close()
+        return code
+
+    assert asyncio.run(run()) == EXIT_COORDINATOR_SILENT

