@@ -101,5 +101,4 @@ def has_lost(slurm: SlurmClient, host: str) -> bool:
     Raises:
         SlurmUnavailableError
     """
-    state = slurm.node(host).state
-    return "*" in state or "down" in state
+    return not slurm.node(host).responds

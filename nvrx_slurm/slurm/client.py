@@ -74,12 +74,15 @@ class Node:
     reason: str
 
     @property
+    def responds(self) -> bool:
+        """Slurm hears from it; sinfo and scontrol say in words of their own that it does not."""
+        return not any(word in self.state for word in ("down", "not_responding", "*"))
+
+    @property
     def usable(self) -> bool:
         """Jobs can be started on it, now or when it is free again, as far as Slurm knows."""
-        return not any(
-            word in self.state
-            for word in ("down", "drain", "fail", "maint", "unknown", "not_responding", "*")
-        )
+        bad = any(word in self.state for word in ("drain", "fail", "maint", "unknown"))
+        return self.responds and not bad
 
 
 @dataclass(frozen=True)
