@@ -1,0 +1,30 @@
+"""The order of the tests: those that wait longest come first, and the fast ones fill the rest of the time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+_MINUTES = (
+    "slurm/test_lost_batch_host.py",
+    "slurm/test_main_job.py",
+    "integration/test_lost_coordinator.py",
+    "slurm/test_returning_batch_host.py",
+)
+"""Files that take several minutes."""
+_FOLDERS = ("slurm", "integration", "unit")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _place(item.path.relative_to(_HERE).as_posix()))
+
+
+def _place(path: str) -> tuple[int, int]:
+    folder = path.partition("/")[0]
+    return (
+        _MINUTES.index(path) if path in _MINUTES else len(_MINUTES),
+        _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS),
+    )

@@ -1,0 +1,52 @@
+"""The batch host is frozen or cut off on a real Slurm cluster, and comes back: nothing acts twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from nvrx_slurm.coordinator.lease import LeaseFile
+from nvrx_slurm.journal import CycleStarted, FirstStep, JobEnded, Requeued, Verdict
+
+from .batch_host import TAKEOVER_S, batch_host, train, wait_for_state
+from .jobs import SlurmJobs, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothing(slurm: SlurmJobs) -> None:
+    job = train(slurm, 400, "--standby-coordinator", nodes=5, spares=1)
+    job.wait_for_training(cycle=0, steps=15)
+    host = batch_host(job)
+    slurm.cluster.exec(host, ["pkill", "-STOP", "-f", "bin/nvrx-srun"], check=True)
+    job.wait_for(FirstStep, cycle=1, timeout_s=TAKEOVER_S)
+    began = len(job.records())
+
+    slurm.cluster.exec(host, ["pkill", "-CONT", "-f", "bin/nvrx-srun"], check=True)
+
+    wait_until("it has noticed", lambda: "another host has taken over" in job.log(), 30)
+    assert job.wait_for_end(240) == 0, job.log()
+    assert job.slurm_fields()["JobState"] == "COMPLETED"
+    assert job.slurm_fields()["Restarts"] == "0", "no requeue: the old batch script has told the code"
+    told = [type(record.event) for record in job.records()[began:]]
+    assert set(told) & {CycleStarted, Verdict, Requeued} == set()
+    assert sorted(job.curve()) == list(range(1, 401))
+    slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
+
+
+def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(slurm: SlurmJobs) -> None:
+    job = train(slurm, 400, "--standby-coordinator", nodes=5, spares=1)
+    job.wait_for_training(cycle=0, steps=15)
+    host = batch_host(job)
+    slurm.cluster.partition_node(host)
+    job.wait_for(FirstStep, cycle=1, timeout_s=TAKEOVER_S)
+    lease = LeaseFile(job.run_dir).read()
+    assert lease is not None
+    assert lease.host != host
+
+    slurm.cluster.restore_node(host)
+
+    wait_until("the end", lambda: bool(job.events(JobEnded)), 240)
+    assert [e.event.code for e in job.events(JobEnded)] == [0], job.log()
+    assert sorted(job.curve()) == list(range(1, 401))
+    wait_for_state(job, "COMPLETED", 240)
+    assert job.slurm_fields()["ExitCode"] == "0:0"
