@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
+from nvrx_slurm.cli.help_sections import SectionedCommand
 from nvrx_slurm.cli.launch_flags import foreign_flags
 from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Count, Duration
-from nvrx_slurm.cli.program import check_nproc, check_text, find_program
+from nvrx_slurm.cli.program import check_module, check_nproc, check_text, find_program
 from nvrx_slurm.wire.messages import Program, ProgramKind
 
 
@@ -31,6 +32,7 @@ def _with_dashes(name: str) -> str:
 
 
 @click.command(
+    cls=SectionedCommand,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "allow_interspersed_args": False,
@@ -160,6 +162,8 @@ def _program(script: str, args: tuple[str, ...], *, module: bool, no_python: boo
     """Return what a rank runs; with another interpreter in ``PYTHON_EXEC``, that one."""
     kind, target = find_program(script, module, no_python)
     cwd, python = os.getcwd(), os.environ.get("PYTHON_EXEC")
+    if not python and kind is ProgramKind.MODULE:
+        check_module(target)
     if not python or kind is ProgramKind.EXECUTABLE:
         return Program(kind=kind, target=target, args=list(args), cwd=cwd)
     _, interpreter = find_program(python, module=False, no_python=True)

@@ -13,6 +13,8 @@ from nvrx_slurm.wire.node_options import MOST_COUNT
 class Count(click.IntRange):
     """An integer of at least ``min``, and no larger than messages and the journal carry."""
 
+    name = "integer"
+
     def __init__(self, min: int) -> None:
         super().__init__(min=min)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,6 +52,26 @@ def find_program(script: str, module: bool, no_python: bool) -> tuple[ProgramKin
     if not Path(script).is_file():
         raise click.BadParameter(f"{script} is not a file", param_hint="SCRIPT")
     return ProgramKind.SCRIPT, str(Path(script).absolute())
+
+
+def check_module(name: str) -> None:
+    """Refuse what ``python -m`` would not find here; nothing of it is imported."""
+    top = name.partition(".")[0]
+    # Since Python 3.11: PYTHONSAFEPATH.
+    here = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd()]
+    saved = sys.path
+    sys.path = [*here, *saved]
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path = saved
+    if found is None:
+        raise click.BadParameter(
+            f"{sys.executable} finds no module {name} in {os.getcwd()}, PYTHONPATH or its site-packages",
+            param_hint="SCRIPT",
+        )
 
 
 def check_nproc(nproc_per_node: str) -> None:

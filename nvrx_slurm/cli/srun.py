@@ -12,9 +12,10 @@ from pathlib import Path
 import click
 
 from nvrx_slurm.cli.ft_options import fault_tolerance_options
+from nvrx_slurm.cli.help_sections import SectionedCommand
 from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Count, Duration
-from nvrx_slurm.cli.program import check_nproc, check_text, find_program
+from nvrx_slurm.cli.program import check_module, check_nproc, check_text, find_program
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.interpreter import console_script
@@ -27,7 +28,7 @@ _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 _AS_TYPED = f"{__name__}.as_typed"
 
 
-class _Command(click.Command):
+class _Command(SectionedCommand):
     """Keeps the user's words, for messages that repeat them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -237,6 +238,8 @@ def main(
             " the batch script or from salloc"
         )
     kind, target = find_program(script, module, no_python)
+    if module:
+        check_module(target)
     client = ScontrolClient()
     try:
         in_slurm = client.job(job.job_id)

@@ -303,7 +303,12 @@ def _failed(job: QueuedJob) -> Answer:
         why = f"it was stopped by signal {job.exit_code - 128}"
         return problem(f"exit code {job.exit_code}", why, f"nvrx-report {job.job_id}")
     why = _CODES.get(job.exit_code, "its batch script failed")
-    fix = f"scontrol requeue {job.job_id}" if job.exit_code == 75 else f"nvrx-report {job.job_id}"
+    if job.exit_code != 75:
+        fix = f"nvrx-report {job.job_id}"
+    elif job.batch and job.requeue:
+        fix = f"scontrol requeue {job.job_id}"
+    else:
+        fix = "submit it again, with --requeue: Slurm does not requeue this one"
     return problem(f"exit code {job.exit_code}", why, fix)
 
 

@@ -328,6 +328,19 @@ def test_the_end_of_a_job_is_explained(
     assert words in answer.why
 
 
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({}, "scontrol requeue 13"),
+        ({"requeue": False}, "submit it again"),
+        ({"batch": False}, "submit it again"),
+    ],
+)
+def test_only_what_slurm_would_requeue_is_to_be_requeued(changes: dict[str, object], fix: str) -> None:
+    ended = case("running", state="FAILED", reason="", exit_code=75, **changes)
+    assert of_rule("W10", ended).answer.fix.startswith(fix)
+
+
 def test_a_job_that_could_never_fit_says_so() -> None:
     assert of_rule("W10", case("bad_constraints")).answer.read == "BadConstraints"
 

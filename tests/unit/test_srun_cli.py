@@ -170,6 +170,7 @@ def test_a_task_of_srun_is_refused_because_it_would_start_the_job_once_per_task(
         (["."], "SCRIPT: . is not a file"),
         (["--no-python", "no-such-program"], "SCRIPT: no-such-program is not an executable"),
         (["--module", "--no-python", "x"], "--module and --no-python exclude each other"),
+        (["-m", "pakage.train"], "finds no module pakage.train in "),
     ],
 )
 def test_bad_input_is_one_sentence_that_says_what_is_accepted(
@@ -374,6 +375,7 @@ def test_what_comes_after_the_script_belongs_to_it(
 
 
 def test_a_module_and_a_program_can_be_run_too(here: Path, jobs: list[JobSpec]) -> None:
+    (here / "package").mkdir()
     srun("--module", "package.train", "x")
     srun("--no-python", "env", "x")
     programs = [spec.welcome.program for spec in jobs]
