@@ -1,0 +1,1 @@
+"""Which ranks keep copies of whose parts, and how copies travel."""
