@@ -79,12 +79,20 @@ def _wait_for(pid: int) -> int:
     Kills ``pid`` if it stands still. SIGCHLD is blocked.
     """
     watch = PulseWatch()
+    stood_still = False
     while True:
         while (reaped := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             if reaped[0] == pid:
                 code = os.waitstatus_to_exitcode(reaped[1])
+                if code < 0 and not stood_still:
+                    _say(f"the agent was killed by {signal.Signals(-code).name}")
                 return code if code >= 0 else 128 - code
         signal.sigtimedwait({signal.SIGCHLD}, watch.seconds_to_check())
         if watch.has_stopped():
-            print("nvrx-guardian: the agent stands still: killed", file=sys.stderr, flush=True)
+            stood_still = True
+            _say("the agent stands still: killed")
             os.kill(pid, signal.SIGKILL)
+
+
+def _say(what: str) -> None:
+    print(f"nvrx-guardian: {what}", file=sys.stderr, flush=True)

@@ -217,6 +217,10 @@ class JobRunner:
             )
         )
         self._terminal.say(f"job {spec.job_id}: run directory {spec.run_dir.path}")
+        if policy.max_unknown_nodes and policy.active_nodes > 1:
+            self._terminal.say(
+                f"waits {policy.join_timeout_s:g} s for {policy.active_nodes} nodes, this one among them"
+            )
 
     # --- events in -----------------------------------------------------------------------------------
 

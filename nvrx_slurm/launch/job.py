@@ -98,7 +98,9 @@ def run_launch(launch: Launch) -> int:
     # On its own host a name may lead to another interface than the one that is listened on.
     host = _reachable(bind_address(rendezvous.host)) if coordinator else rendezvous.host
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    guardian = start_guardian(lambda: _run_node(launch, name, token, address, private_dir))
+    guardian = start_guardian(
+        lambda: _run_node(launch, name, token, address, private_dir, hosts=coordinator is not None)
+    )
     return wait_for_job(guardian, coordinator, launch.signals)
 
 
@@ -228,19 +230,19 @@ def _new_private_dir(launch: Launch) -> Path:
         ) from error
 
 
-def _run_node(launch: Launch, name: str, token: str, address: str, private_dir: Path) -> int:
+def _run_node(launch: Launch, name: str, token: str, address: str, private_dir: Path, *, hosts: bool) -> int:
     logging.basicConfig(format=f"{COMMAND} {name}: %(message)s", level=logging.WARNING)
 
     def agent() -> int:
         try:
-            return _run_agent(launch, name, token, address, private_dir)
+            return _run_agent(launch, name, token, address, private_dir, hosts=hosts)
         finally:
             shutil.rmtree(private_dir, ignore_errors=True)
 
     return run_guarded(agent, private_dir, launch.signals)
 
 
-def _run_agent(launch: Launch, name: str, token: str, address: str, private_dir: Path) -> int:
+def _run_agent(launch: Launch, name: str, token: str, address: str, private_dir: Path, *, hosts: bool) -> int:
     import asyncio
 
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -249,6 +251,9 @@ def _run_agent(launch: Launch, name: str, token: str, address: str, private_dir:
     from nvrx_slurm.coordinator.terminal import Terminal
 
     terminal = Terminal(COMMAND)
+    if not hosts:
+        patience_s = launch.rendezvous.conf.connect_wait_s
+        terminal.say(f"joins job {launch.rendezvous.run_id} at {address}: waits {patience_s:g} s for it")
     own = OwnLauncher(
         program=launch.program,
         nproc_per_node=launch.nproc_per_node,

@@ -231,6 +231,8 @@ def test_every_launcher_returns_the_jobs_code_spares_included(launched: Jobs) ->
 def test_too_few_nodes_end_every_launcher_with_75(launched: Jobs) -> None:
     job = launched("pass", *meeting("3"), "--rdzv-conf", "join_timeout=10").launch_all("n1", "n2")
     assert job.codes() == {"n1": 75, "n2": 75}
+    assert "waits 10 s for 3 nodes, this one among them" in job.said("n1")
+    assert "joins job " in job.said("n2")
     (why,) = job.events(journal.NotRequeued)
     assert why.why == "nvrx-launch starts no job again: whoever started this one can do so"
 
@@ -255,6 +257,7 @@ def test_whatever_breaks_in_one_launcher_no_other_calls_a_broken_job_finished(
     codes = job.codes()
     assert codes["n1"] == code
     assert codes["n2"] != 0
+    assert ("the agent was killed by SIGKILL" in job.said("n2")) == (victim == "nvrx-agent")
     assert job.nothing_is_left()
 
 
