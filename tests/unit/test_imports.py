@@ -25,6 +25,7 @@ MODULES = [
     "nvrx_slurm.fault_tolerance",
     "nvrx_slurm.coordinator.job",
     "nvrx_slurm.coordinator.store",
+    "nvrx_slurm.checkpointing.storage",
     "nvrx_slurm.agent.agent",
     "nvrx_slurm.agent.worker_server",
     *(f"nvrx_slurm.cli.{command}" for command in COMMANDS),

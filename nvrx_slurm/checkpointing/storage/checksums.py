@@ -1,0 +1,148 @@
+"""Checksums of the parts of a file, kept in the file itself; needs no torch.
+
+The table is a record of the zip archive that torch.save writes, so torch reads the file as ever. It lists
+where each tensor storage lies and the XXH3 of its bytes (xxhash.com); one more XXH3 covers everything else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import xxhash
+
+from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
+from nvrx_slurm.regular_file import open_regular
+
+RECORD = "nvrx/checksums"
+_MAGIC = b"NVRXSUM1"
+_HEAD = struct.Struct("<8sQQ")  # magic, number of regions, checksum of everything outside of them
+_ENTRY = struct.Struct("<QQQ")  # offset, length, checksum
+_LOCAL_HEADER = 30  # bytes before the name; lengths of name and extra field end it (APPNOTE.TXT 4.3.7)
+_SEARCHED = 64 << 20
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+
+class Verification(Enum):
+    """What a look at a file has shown; one that is damaged raises instead."""
+
+    INTACT = "intact"
+    NO_CHECKSUMS = "no checksums"
+    """A whole archive that another writer made: it can't be told whether its bits are right."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where something lies in a file, in bytes."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def checksum(data: Buffer) -> int:
+    """Return the XXH3 of ``data``, 64 bits."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def table_size(regions: int) -> int:
+    """Return how many bytes a table of so many regions takes."""
+    return _HEAD.size + regions * _ENTRY.size
+
+
+def encode_table(regions: Sequence[Region], sums: Sequence[int], rest: int) -> bytes:
+    """Return the table: regions in the order of their offsets, their checksums, and that of the rest."""
+    entries = (_ENTRY.pack(r.offset, r.length, s) for r, s in zip(regions, sums, strict=True))
+    return _HEAD.pack(_MAGIC, len(regions), rest) + b"".join(entries)
+
+
+def checksum_around(image: memoryview, regions: Iterable[Region], size: int) -> int:
+    """Return the checksum of the first ``size`` bytes outside of ``regions``, which are in order."""
+    rest = xxhash.xxh3_64()
+    for gap in gaps(regions, size):
+        rest.update(image[gap.offset : gap.end])
+    return int(rest.intdigest())
+
+
+def gaps(regions: Iterable[Region], size: int) -> Iterator[Region]:
+    """Yield what lies between regions that are in order, up to ``size``."""
+    position = 0
+    for region in regions:
+        if region.offset > position:
+            yield Region(position, region.offset - position)
+        position = max(position, region.end)
+    if size > position:
+        yield Region(position, size - position)
+
+
+def verify_file(path: Path | str) -> Verification:
+    """Read a file that ``storage.save`` or torch.save wrote, and check every bit.
+
+    Raises:
+        CorruptCheckpointError: it is no whole archive, or its bits are not those that were written.
+        OSError: it can't be read.
+    """
+    path = Path(path)
+    fd = open_regular(path, follow_link=True)
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            raise CorruptCheckpointError(path, "the file is empty")
+        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as image:
+            image.madvise(mmap.MADV_SEQUENTIAL)
+            view = memoryview(image)
+            try:
+                return _verify(path, image, view)
+            finally:
+                view.release()
+    finally:
+        os.close(fd)
+
+
+def _verify(path: Path, image: mmap.mmap, view: memoryview) -> Verification:
+    table = _find_table(path, view)
+    if table is None:
+        if image.rfind(_MAGIC, max(0, len(image) - _SEARCHED)) >= 0:
+            raise CorruptCheckpointError(path, "the archive's directory lacks the checksums that it holds")
+        return Verification.NO_CHECKSUMS
+    content = bytes(view[table.offset : table.end])
+    if len(content) < _HEAD.size or content[:8] != _MAGIC:
+        raise CorruptCheckpointError(path, "the table of checksums is damaged")
+    _, count, rest = _HEAD.unpack_from(content)
+    if table_size(count) != table.length:
+        raise CorruptCheckpointError(path, "the table of checksums is damaged")
+    regions = []
+    for offset, length, expected in _ENTRY.iter_unpack(content[_HEAD.size :]):
+        region = Region(offset, length)
+        if region.end > len(view) or checksum(view[region.offset : region.end]) != expected:
+            raise CorruptCheckpointError(path, f"the tensor at byte {offset} is not what was written")
+        regions.append(region)
+    if checksum_around(view, sorted([*regions, table], key=lambda each: each.offset), len(view)) != rest:
+        raise CorruptCheckpointError(path, "what lies between the tensors is not what was written")
+    return Verification.INTACT
+
+
+def _find_table(path: Path, view: memoryview) -> Region | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [info for info in archive.infolist() if info.filename.endswith("/" + RECORD)]
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:
+        raise CorruptCheckpointError(path, f"no whole torch archive ({error})") from None
+    if not found:
+        return None
+    start = found[0].header_offset
+    header = bytes(view[start : start + _LOCAL_HEADER])
+    if len(header) < _LOCAL_HEADER:
+        raise CorruptCheckpointError(path, "the table of checksums is damaged")
+    name, extra = struct.unpack_from("<HH", header, 26)
+    return Region(start + _LOCAL_HEADER + name + extra, found[0].file_size)

@@ -1,0 +1,165 @@
+"""Files that appear under their name only when their content is on disk.
+
+Content goes to a temporary name beside the final one, then fsync(2) of the file, rename(2), fsync of the
+directory. While it is written the temporary file is locked (flock(2)), so that whoever cleans up can tell a
+leftover of a killed writer from a file that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ALIGNMENT = 4096
+"""Of memory, offsets and lengths in direct I/O, in bytes; every file system accepts it (open(2))."""
+
+_MARK = ".nvrx-tmp-"
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class PendingFile:
+    """A file that is being written; see :func:`replacing`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(f".{path.name}{_MARK}{secrets.token_hex(6)}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.fd = os.open(self.temporary, flags, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then leftovers stay
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append all of ``data``."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            rest = rest[os.write(self.fd, rest) :]
+
+    def write_aligned(self, chunks: Iterable[memoryview], size: int) -> None:
+        """Write chunks past the page cache where the file system can, and cut the file to ``size`` bytes.
+
+        Args:
+            chunks: each in page-aligned memory and a multiple of ``ALIGNMENT`` long; the last may reach
+                beyond ``size``.
+        """
+        self._set_direct(True)
+        try:
+            for chunk in chunks:
+                self._write_chunk(chunk)
+        finally:
+            self._set_direct(False)
+        os.ftruncate(self.fd, size)
+
+    def _write_chunk(self, chunk: memoryview) -> None:
+        try:
+            self.write(chunk)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO or not self._set_direct(False):
+                raise
+            os.lseek(self.fd, 0, os.SEEK_END)
+            self.write(chunk)
+
+    def _set_direct(self, wanted: bool) -> bool:
+        """Turn direct I/O on or off; return whether that changed anything."""
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        if bool(flags & os.O_DIRECT) == wanted:
+            return False
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                raise
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def replacing(path: Path | str) -> Iterator[PendingFile]:
+    """Yield a file that takes the place of ``path``, durably, when the context ends without an exception.
+
+    With an exception nothing is left, and what stood at ``path`` stays.
+
+    Raises:
+        OSError: the directory is missing or read-only, the disk is full, …
+    """
+    pending = PendingFile(Path(path))
+    try:
+        yield pending
+        os.fsync(pending.fd)
+        os.rename(pending.temporary, pending.path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(pending.temporary)
+        raise
+    finally:
+        os.close(pending.fd)
+    sync_directory(pending.path.parent)
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write a small file atomically and durably, for its owner only."""
+    with replacing(path) as pending:
+        pending.write(data)
+
+
+def sync_directory(folder: Path) -> None:
+    """Make names in ``folder`` durable (fsync(2) of a file does not)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(folder: Path | str) -> None:
+    """Make a directory and what is missing above it, for its owner only, durably."""
+    folder = Path(folder)
+    missing = [folder, *folder.parents]
+    missing = missing[: next(i for i, each in enumerate(missing) if each.exists())]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+        sync_directory(each.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file name is one of an unfinished write."""
+    return name.startswith(".") and _MARK in name
+
+
+def leftovers(folder: Path | str) -> list[Path]:
+    """Return the files in ``folder`` that a killed writer has left; those being written are none."""
+    found = []
+    for path in sorted(Path(folder).iterdir()):
+        if is_temporary(path.name) and path.is_file() and not path.is_symlink() and not _is_written(path):
+            found.append(path)
+    return found
+
+
+def remove_leftovers(folder: Path | str) -> list[Path]:
+    """Remove what :func:`leftovers` returns; return what was removed."""
+    removed = []
+    for path in leftovers(folder):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _is_written(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return True  # gone by now, or not ours
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True  # locked, or no locks here: better a leftover than a lost checkpoint
+    finally:
+        os.close(fd)
+    return False
