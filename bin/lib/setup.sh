@@ -14,8 +14,9 @@ venv=$clone/.venv
 stamp=$venv/.nvrx-setup
 policy_file=/usr/sbin/policy-rc.d
 systemd_mark=/run/systemd/system # exists where systemd runs
-# procps (ps, pkill): part of every installed Debian, but not of its container images.
-debian_packages=(slurm-wlm slurm-wlm-basic-plugins munge iproute2 procps)
+# procps (ps, pkill): part of every installed Debian, but not of its container images. gcc and libc6-dev build the
+# simulated NVML of the test cluster.
+debian_packages=(slurm-wlm slurm-wlm-basic-plugins munge iproute2 procps gcc libc6-dev)
 debian_services=(munge slurmctld slurmd) # of the packages of the same names
 
 say() { echo "$program: $*"; }

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from nvrx_slurm.devcluster import ClusterStatus, DevCluster, DevClusterError, Link, NodeStatus, Power
+from nvrx_slurm.devcluster.hardware import Shape
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -48,7 +49,17 @@ def main() -> None:
 
 @main.command()
 @click.option("--nodes", default=4, show_default=True, help="How many nodes: n1, n2, …")
-@click.option("--gpus-per-node", default=2, show_default=True, help="Simulated GPUs that Slurm hands out.")
+@click.option(
+    "--gpus-per-node",
+    type=int,
+    help="GPUs that Slurm hands out.  [default: 2; with --hardware 8]",
+)
+@click.option(
+    "--hardware",
+    is_flag=True,
+    help="Simulate GPUs with 18 NVLinks each, network adapters, kernel log and storage: see inject.",
+)
+@click.option("--nics", type=int, help="Network adapters of the simulated hardware.  [default: 9]")
 @click.option(
     "--share",
     multiple=True,
@@ -57,11 +68,28 @@ def main() -> None:
 )
 @_name
 @_one_sentence
-def up(nodes: int, gpus_per_node: int, share: tuple[str, ...], name: str) -> None:
+def up(
+    nodes: int,
+    gpus_per_node: int | None,
+    hardware: bool,
+    nics: int | None,
+    share: tuple[str, ...],
+    name: str,
+) -> None:
     """Start the cluster and wait until every node is idle; use it again if it is up."""
+    if nics is not None and not hardware:
+        raise DevClusterError("--nics is for simulated hardware: add --hardware")
     began = time.monotonic()
     cluster = DevCluster(name)
-    cluster.up(nodes=nodes, gpus_per_node=gpus_per_node, share=share)
+    usual = Shape() if hardware else None
+    if gpus_per_node is None:
+        gpus_per_node = usual.gpus if usual else 2
+    cluster.up(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        share=share,
+        nics=usual.nics if usual and nics is None else nics,
+    )
     option = "" if name == "dev" else f" --name {name}"
     click.echo(
         f"cluster {name!r} is up: {nodes} nodes with {gpus_per_node} GPUs each "
@@ -131,6 +159,28 @@ def restore_node(node: str, wipe_local: bool, unnoticed: bool, name: str) -> Non
 def partition_node(node: str, name: str) -> None:
     """Cut a node's network; its processes go on."""
     DevCluster(name).partition_node(node)
+
+
+@main.command()
+@click.argument("node")
+@click.argument("faults", nargs=-1, required=True, metavar="FAULT…")
+@_name
+@_one_sentence
+def inject(node: str, faults: tuple[str, ...], name: str) -> None:
+    """Break simulated hardware of a node: gpu.3.xid=79, nvlink.0.4=down, nic.mlx5_1.link_downed+=1 …
+
+    What can be broken is in docs/devcluster.md, and in the answer to a fault that there is not.
+    """
+    DevCluster(name).inject(node, faults)
+
+
+@main.command()
+@click.argument("node")
+@_name
+@_one_sentence
+def heal(node: str, name: str) -> None:
+    """Mend all simulated hardware of a node."""
+    DevCluster(name).heal(node)
 
 
 @main.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

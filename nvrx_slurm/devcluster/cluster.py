@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nvrx_slurm.devcluster import files, lifecycle, machine, network, preflight, state, status
 from nvrx_slurm.devcluster.errors import DevClusterError
+from nvrx_slurm.devcluster.hardware import NodeHardware, parse_fault, storage
+from nvrx_slurm.devcluster.hardware.shape import MOST_NICS
+from nvrx_slurm.devcluster.hardware.storage import Storage
 from nvrx_slurm.devcluster.network import Subnet
 from nvrx_slurm.devcluster.process import ProcessRecord
 from nvrx_slurm.devcluster.state import ClusterState, Layout, Phase
 
+_STORAGE_S = 20.0
 _QUEUE_S = 60.0
 """How long a command waits for another one that works on the same cluster; ``up`` does not wait."""
 
@@ -54,7 +59,12 @@ class DevCluster:
         return self._layout.node_local(self._node(self._require(), node))
 
     def up(
-        self, nodes: int = 4, gpus_per_node: int = 2, share: Sequence[os.PathLike[str] | str] = ()
+        self,
+        nodes: int = 4,
+        gpus_per_node: int = 2,
+        share: Sequence[os.PathLike[str] | str] = (),
+        *,
+        nics: int | None = None,
     ) -> None:
         """Start the cluster, and return when every node is idle.
 
@@ -64,19 +74,21 @@ class DevCluster:
         Args:
             share: directories below /tmp, /run, /local or /dev/shm, which are private in each node, that the
                 nodes shall see all the same. This package and its virtual environment are always among them.
+            nics: gives the nodes simulated hardware, with so many network adapters, and NVLinks between the
+                GPUs; None: they have none, and GPUs are device files that only Slurm looks at.
         """
-        _check_shape(nodes, gpus_per_node)
+        _check_shape(nodes, gpus_per_node, nics)
         shares = files.shared_directories(share)
         preflight.require_root("nvrx-devcluster up")
         with state.cluster_lock(self._layout, "up", 0.0) as lock_fd:
             there = state.load(self._layout)
             if there is not None and status.is_running(self._layout, there):
-                self._check_same(there, nodes, gpus_per_node, shares)
+                self._check_same(there, nodes, gpus_per_node, nics, shares)
                 lifecycle.restore(self._layout, there, there.node_names, lock_fd)
                 return
             lifecycle.tear_down(self._layout)
             try:
-                lifecycle.start(self._layout, nodes, gpus_per_node, shares, lock_fd)
+                lifecycle.start(self._layout, nodes, gpus_per_node, nics, shares, lock_fd)
             except BaseException:
                 lifecycle.tear_down(self._layout)
                 raise
@@ -136,6 +148,51 @@ class DevCluster:
                 files.wipe_disks(self._layout, node)
             lifecycle.restore(self._layout, there, (node,), lock_fd, unnoticed)
 
+    def inject(self, node: str, faults: Sequence[str]) -> None:
+        """Break a node's simulated hardware, see ``docs/devcluster.md`` for what can be done to it.
+
+        All faults are understood before the first is done. They outlive a loss of power, except that of the
+        storage.
+        """
+        preflight.require_root("nvrx-devcluster inject")
+        self._require()
+        with state.cluster_lock(self._layout, "inject", _QUEUE_S):
+            hardware = self._hardware(self._require(), node)
+            parsed = [parse_fault(fault, hardware.shape) for fault in faults]
+            for fault in parsed:
+                if fault.storage is not None:
+                    self._set_storage(hardware.host, fault.storage)
+                else:
+                    fault.apply(hardware)
+
+    def heal(self, node: str) -> None:
+        """Make all simulated hardware of a node as it was at the start. What Slurm thinks of it stays."""
+        preflight.require_root("nvrx-devcluster heal")
+        self._require()
+        with state.cluster_lock(self._layout, "heal", _QUEUE_S):
+            hardware = self._hardware(self._require(), node)
+            hardware.heal()
+            if machine.running(self._layout.record(hardware.host)):
+                self._set_storage(hardware.host, Storage.OK)
+
+    def _hardware(self, there: ClusterState, node: str) -> NodeHardware:
+        node = self._node(there, node)
+        if there.hardware is None:
+            raise DevClusterError(
+                f"the nodes of cluster {self.name!r} have no simulated hardware: "
+                f"start it with nvrx-devcluster up --hardware"
+            )
+        return files.node_hardware(self._layout, there.hardware, node)
+
+    def _set_storage(self, node: str, mode: Storage) -> None:
+        script = [sys.executable, "-I", "-S", storage.__file__, mode.value, storage.MOUNT_POINT]
+        command = machine.enter(self._require_power(node), script, "/")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_STORAGE_S, check=False)
+        if done.returncode != 0:
+            raise DevClusterError(
+                f"the storage of node {node} can't be made {mode.value}: {done.stderr.strip()}"
+            )
+
     def exec(self, node: str, argv: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         """Run a command inside a node, as root, in the same directory if the node has it.
 
@@ -175,12 +232,18 @@ class DevCluster:
         return inside
 
     def _check_same(
-        self, there: ClusterState, nodes: int, gpus_per_node: int, shares: tuple[str, ...]
+        self,
+        there: ClusterState,
+        nodes: int,
+        gpus_per_node: int,
+        nics: int | None,
+        shares: tuple[str, ...],
     ) -> None:
-        if (there.nodes, there.gpus_per_node) != (nodes, gpus_per_node):
+        if (there.nodes, there.gpus_per_node, there.nics) != (nodes, gpus_per_node, nics):
+            adapters = "no simulated hardware" if there.nics is None else f"{there.nics} network adapters"
             raise DevClusterError(
                 f"cluster {self.name!r} is already up with {there.nodes} nodes of {there.gpus_per_node} "
-                f"GPUs: take it down first, or choose another --name"
+                f"GPUs and {adapters}: take it down first, or choose another --name"
             )
         unseen = [
             share for share in shares if not any(Path(share).is_relative_to(seen) for seen in there.shares)
@@ -192,7 +255,9 @@ class DevCluster:
             )
 
 
-def _check_shape(nodes: int, gpus_per_node: int) -> None:
+def _check_shape(nodes: int, gpus_per_node: int, nics: int | None) -> None:
+    if nics is not None and not 0 <= nics <= MOST_NICS:
+        raise DevClusterError(f"--nics {nics} is out of range: use 0 to {MOST_NICS}")
     if not 1 <= nodes <= state.MAX_NODES:
         raise DevClusterError(f"--nodes {nodes} is out of range: use 1 to {state.MAX_NODES}")
     if not 0 <= gpus_per_node <= state.MAX_GPUS:

@@ -14,6 +14,10 @@ import nvrx_slurm
 from nvrx_slurm.devcluster import config, preflight
 from nvrx_slurm.devcluster.config import SlurmVersion
 from nvrx_slurm.devcluster.errors import DevClusterError
+from nvrx_slurm.devcluster.hardware import NodeHardware, Shape, build_library
+from nvrx_slurm.devcluster.hardware.nvml_sim import make_linker_cache
+from nvrx_slurm.devcluster.hardware.shape import grafts
+from nvrx_slurm.devcluster.hardware.storage import MOUNT_POINT
 from nvrx_slurm.devcluster.machine import Plan, Service
 from nvrx_slurm.devcluster.network import Subnet
 from nvrx_slurm.devcluster.state import CONTROLLER, ClusterState, Layout
@@ -75,9 +79,19 @@ def make_cluster(
         os.close(key)
     for gpu in range(state.gpus_per_node):
         _null_device(layout.gpus / f"nvidia{gpu}")
+    if state.hardware is not None:
+        _directory(layout.storage, 0o1777)
+        make_linker_cache(build_library(layout.nvml), layout.linker_cache)
     _directory(layout.root / "nodes")
     for node in state.node_names:
         make_node(layout, node)
+        if state.hardware is not None:
+            node_hardware(layout, state.hardware, node).heal()
+
+
+def node_hardware(layout: Layout, shape: Shape, node: str) -> NodeHardware:
+    """The node's simulated hardware, as files."""
+    return NodeHardware(layout.node_run(node), shape, node)
 
 
 def make_node(layout: Layout, node: str) -> None:
@@ -100,6 +114,7 @@ def plan(
     layout: Layout, there: ClusterState, member: str, programs: dict[str, str], rebooted: bool = False
 ) -> Plan:
     """How to boot one machine of the cluster."""
+    hardware: list[tuple[Path, str]] = []
     if member == CONTROLLER:
         binds = []
         daemon = Service((programs["slurmctld"], "-D"))
@@ -111,6 +126,9 @@ def plan(
             (layout.node_run(member), NODE_RUN),
             (layout.node_local(member), NODE_LOCAL),
         ]
+        if there.hardware is not None:
+            binds.append((layout.storage, MOUNT_POINT))
+            hardware = _hardware_mounts(layout, there.hardware, member)
         # -b: report a boot now, where the machine's own boot time would hide that the node was away.
         daemon = Service((programs["slurmd"], "-D", *(["-b"] if rebooted else [])))
     return Plan(
@@ -119,6 +137,7 @@ def plan(
         console=layout.console(member),
         binds=((layout.hosts, "/etc/hosts"), *binds),
         shares=there.shares,
+        grafts=tuple(hardware),
         services=(_munged(layout, programs["munged"]), daemon),
         environment={
             "PATH": preflight.SYSTEM_DIRECTORIES,
@@ -127,6 +146,11 @@ def plan(
         },
         ip=programs["ip"],
     )
+
+
+def _hardware_mounts(layout: Layout, shape: Shape, node: str) -> list[tuple[Path, str]]:
+    files = node_hardware(layout, shape, node)
+    return [(layout.linker_cache, "/etc/ld.so.cache"), *((files.at(path), path) for path in grafts(shape))]
 
 
 def _munged(layout: Layout, program: str) -> Service:

@@ -19,7 +19,9 @@ _CONTROLLER_READY_S = 30.0
 _NODES_READY_S = 60.0
 
 
-def start(layout: Layout, nodes: int, gpus_per_node: int, shares: tuple[str, ...], lock_fd: int) -> None:
+def start(
+    layout: Layout, nodes: int, gpus_per_node: int, nics: int | None, shares: tuple[str, ...], lock_fd: int
+) -> None:
     """Bring up a cluster of which nothing exists, and return when every node is idle.
 
     Raises:
@@ -37,6 +39,7 @@ def start(layout: Layout, nodes: int, gpus_per_node: int, shares: tuple[str, ...
             shares=shares,
             phase=Phase.STARTING,
             boot_id=state.boot_id(),
+            nics=nics,
         )
         layout.root.mkdir(mode=0o755)
         state.save(layout, fresh)

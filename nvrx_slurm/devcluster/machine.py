@@ -43,6 +43,8 @@ class Plan:
     """Files and directories of the host, and where they appear inside."""
     shares: tuple[str, ...]
     """Directories of the host that appear where they are, in spite of what the machine has there itself."""
+    grafts: tuple[tuple[Path, str], ...]
+    """As ``binds``, over or beside files of the kernel's own."""
     services: tuple[Service, ...]
     environment: dict[str, str]
     ip: str
@@ -59,6 +61,7 @@ class Booting:
             "console": str(plan.console),
             "binds": [[str(source), target] for source, target in plan.binds],
             "shares": plan.shares,
+            "grafts": [[str(source), target] for source, target in plan.grafts],
             "services": [dataclasses.asdict(service) for service in plan.services],
             "environment": plan.environment,
             "ip": plan.ip,

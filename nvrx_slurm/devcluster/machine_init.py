@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -59,17 +58,51 @@ def _tmpfs(target: str, mode: str, size: str = "") -> None:
     _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode={mode}" + (f",size={size}" if size else ""))
 
 
-def take_over(entry: os.DirEntry[str]) -> None:
-    """Show one entry of the host's root directory in the new one."""
-    target = os.path.join(NEW_ROOT, entry.name)
-    if entry.is_symlink():
-        os.symlink(os.readlink(entry.path), target)
-    elif entry.is_dir():
+def take_over(source: str, target: str) -> None:
+    """Show a file, directory or link of the host's in a directory of ours, where nothing has its name."""
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), target)
+    else:
+        make_mount_point(source, target)
+        _mount(source, target, flags=MS_BIND | MS_REC)
+
+
+def make_mount_point(source: str, target: str) -> None:
+    """Make what ``source`` can be mounted over."""
+    if os.path.isdir(source):
         os.mkdir(target)
-        _mount(entry.path, target, flags=MS_BIND | MS_REC)
-    elif stat.S_ISREG(entry.stat().st_mode):
+    else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-        _mount(entry.path, target, flags=MS_BIND)
+
+
+def graft(source: str, target: str, covered: set[str]) -> None:
+    """Show ``source`` at ``target``, also where the kernel has nothing of that name and lets nobody make it.
+
+    Args:
+        covered: directories that are ours by now; grows.
+    """
+    if not os.path.exists(target):
+        directory = os.path.dirname(target)
+        while not os.path.isdir(directory):
+            directory = os.path.dirname(directory)
+        if directory not in covered:
+            cover(directory)
+            covered.add(directory)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make_mount_point(source, target)
+    _mount(source, target, flags=MS_BIND)
+
+
+def cover(directory: str) -> None:
+    """Put a directory of ours over one of the kernel's, which shows the same and can be added to."""
+    original = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        names = os.listdir(directory)
+        _tmpfs(directory, "0755")
+        for name in names:
+            take_over(f"/proc/self/fd/{original}/{name}", os.path.join(directory, name))
+    finally:
+        os.close(original)
 
 
 def mounts_below(path: str) -> list[str]:
@@ -93,7 +126,7 @@ def build_root(spec: dict[str, Any]) -> None:
     with os.scandir("/") as entries:
         for entry in entries:
             if entry.name not in OWN_DIRECTORIES:
-                take_over(entry)
+                take_over(entry.path, os.path.join(NEW_ROOT, entry.name))
     for directory in ("proc", "sys"):
         os.mkdir(os.path.join(NEW_ROOT, directory))
     _mount("proc", NEW_ROOT + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -116,6 +149,9 @@ def build_root(spec: dict[str, Any]) -> None:
         if not os.path.exists(NEW_ROOT + target):
             os.makedirs(NEW_ROOT + target)
         _mount(source, NEW_ROOT + target, flags=MS_BIND)
+    covered: set[str] = set()
+    for source, target in spec["grafts"]:
+        graft(source, NEW_ROOT + target, covered)
     # What someone writes to the root directory would be neither shared nor kept: refuse it.
     _mount("none", NEW_ROOT, flags=MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(NEW_ROOT)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nvrx_slurm.devcluster.errors import DevClusterError
+from nvrx_slurm.devcluster.hardware.shape import Shape
 
 BASE = Path("/var/lib/nvrx-devcluster")
 """Every cluster has one directory below this one; the last ``down`` removes it."""
@@ -48,6 +49,12 @@ class ClusterState:
     """Directories that the nodes share with the machine in spite of lying where each node has its own."""
     phase: Phase
     boot_id: str
+    nics: int | None = None
+    """Of the simulated hardware of each node; None: the nodes have none but device files for Slurm."""
+
+    @property
+    def hardware(self) -> Shape | None:
+        return None if self.nics is None else Shape(gpus=self.gpus_per_node, nics=self.nics)
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -72,6 +79,7 @@ class ClusterState:
             shares=tuple(fields.get("shares", ())),
             phase=Phase(fields["phase"]),
             boot_id=str(fields["boot_id"]),
+            nics=None if fields.get("nics") is None else int(fields["nics"]),
         )
 
 
@@ -108,6 +116,21 @@ class Layout:
     @property
     def gpus(self) -> Path:
         return self.root / "gpus"
+
+    @property
+    def nvml(self) -> Path:
+        """The simulated library."""
+        return self.root / "nvml"
+
+    @property
+    def linker_cache(self) -> Path:
+        """With which the nodes find it."""
+        return self.etc / "ld.so.cache"
+
+    @property
+    def storage(self) -> Path:
+        """What all nodes with simulated hardware share at /storage."""
+        return self.root / "storage"
 
     @property
     def munge(self) -> Path:

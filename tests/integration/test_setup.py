@@ -21,7 +21,7 @@ TOOLS = (
     "bash sh basename cat chmod chown cp dirname env find flock getent grep head id mkdir mktemp readlink rm"
     " sed setpriv sha256sum stat tail tee test touch true"
 )
-ALL_PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "procps")
+ALL_PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "procps", "gcc", "libc6-dev")
 
 FAKES = {
     "dpkg-query": """
