@@ -14,6 +14,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS = 1  # linux/ioprio.h
+_IOPRIO_CLASS_SHIFT = 13
+_IOPRIO_MIDDLE = 4
 _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
 _MPOL_BIND = 2
@@ -63,6 +67,21 @@ def bind_memory(node: int, *, strict: bool) -> None:
     if _libc.syscall(number, policy, mask, ctypes.c_ulong(bits * len(mask) + 1)) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"set_mempolicy: {os.strerror(error)}")
+
+
+def set_io_priority(io_class: int) -> None:
+    """Put this process into an I/O scheduling class: 1 real time, 2 best effort, 3 idle (ioprio_set(2)).
+
+    Raises:
+        OSError: not allowed, or not known how on this machine.
+    """
+    number = _SYS_IOPRIO_SET.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"not known how on {platform.machine()}")
+    level = 0 if io_class == 3 else _IOPRIO_MIDDLE
+    if _libc.syscall(number, _IOPRIO_WHO_PROCESS, 0, io_class << _IOPRIO_CLASS_SHIFT | level) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"ioprio_set: {os.strerror(error)}")
 
 
 def process_state(pid: int) -> str:

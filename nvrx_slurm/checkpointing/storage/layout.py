@@ -45,18 +45,20 @@ class Hole:
 
 
 @dataclass(frozen=True)
-class TorchFile:
-    """A file that torch.load reads, all but the tensors' bytes."""
+class FileImage:
+    """A file, all but the tensors' bytes."""
 
     size: int
     literals: tuple[Literal, ...]
     holes: tuple[Hole, ...]
     """Storages that are not empty, by rising offset; each storage once, however many tensors view it."""
     table: Region | None
-    """Where the checksums go."""
+    """Where the checksums go; behind all holes."""
+    tensors: tuple[Any, ...] = ()
+    """The tensors whose bytes these are: torch counts the changes of each."""
 
 
-def lay_out(obj: object, *, with_table: bool = True) -> TorchFile:
+def lay_out(obj: object, *, with_table: bool = True) -> FileImage:
     """Pickle ``obj``, all but the bytes of its tensors.
 
     Args:
@@ -85,7 +87,7 @@ def lay_out(obj: object, *, with_table: bool = True) -> TorchFile:
     offsets = pieces.holes
     table = Region(offsets[-1], table_size(len(filled))) if with_table else None
     holes = tuple(Hole(offset, storage) for offset, storage in zip(offsets, filled, strict=False))
-    return TorchFile(pieces.position, tuple(pieces.literals()), holes, table)
+    return FileImage(pieces.position, tuple(pieces.literals()), holes, table, tuple(pickler.tensors))
 
 
 def _record(archive: Any, name: str, content: bytes) -> None:
@@ -98,8 +100,14 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol=protocol)
         self.storages: dict[int, Any] = {}
+        self.tensors: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._dtypes: dict[int, Any] = {}
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+        return NotImplemented
 
     def persistent_id(self, obj: Any) -> tuple[object, ...] | None:
         if isinstance(obj, torch.storage.TypedStorage):

@@ -14,7 +14,7 @@ import xxhash
 
 from nvrx_slurm.checkpointing.storage import checksums
 from nvrx_slurm.checkpointing.storage.durable import PendingFile, replacing
-from nvrx_slurm.checkpointing.storage.layout import Hole, Literal, TorchFile, lay_out
+from nvrx_slurm.checkpointing.storage.layout import FileImage, Hole, Literal, lay_out
 
 _CHUNK = 8 << 20
 
@@ -26,8 +26,13 @@ def save(obj: object, path: Path | str) -> None:
         OSError: it could not be written; what stood at ``path`` is still there.
         Exception: an object that can't be pickled; nothing was written.
     """
+    write_file(path, lay_out(obj))
+
+
+def write_file(path: Path | str, image: FileImage) -> None:
+    """Write a file that has been laid out, as :func:`save` does."""
     with replacing(path) as pending:
-        _Writer(pending, lay_out(obj)).run()
+        _Writer(pending, image).run()
 
 
 def load(
@@ -66,7 +71,7 @@ def host_bytes(storage: Any) -> memoryview:
 class _Writer:
     """Fills one buffer while the other is written."""
 
-    def __init__(self, pending: PendingFile, file: TorchFile) -> None:
+    def __init__(self, pending: PendingFile, file: FileImage) -> None:
         self._pending = pending
         self._file = file
         self._rest = xxhash.xxh3_64()

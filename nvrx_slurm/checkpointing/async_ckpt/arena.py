@@ -1,0 +1,127 @@
+"""Shared memory that snapshots are copied to: allocated once, used again, mapped by trainer and worker."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_ROUND = 16 << 20  # states grow by a few bytes now and then; that must not cost a new arena
+_LEFT_FREE = 256 << 20
+
+
+_keys = itertools.count()
+
+
+class OutOfMemoryError(RuntimeError):
+    """There is no memory for another snapshot."""
+
+
+class Arena:
+    """Anonymous shared memory (memfd_create(2)); gone with the last process that has it."""
+
+    def __init__(self, size: int) -> None:
+        self.capacity = -(-max(size, 1) // _ROUND) * _ROUND
+        self.fd = os.memfd_create("nvrx-checkpoint", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.capacity)
+        self.memory = mmap.mmap(self.fd, self.capacity)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.key = next(_keys)
+        """Names this arena in this process and its worker."""
+
+    def as_tensor(self, offset: int, size: int) -> Any:
+        """Return a part of it as a tensor of bytes."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=offset)
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.memory[offset : offset + len(data)] = data
+
+    def __del__(self) -> None:
+        os.close(self.fd)  # the mapping goes with the last reference to it
+
+
+@dataclass
+class ArenaPool:
+    """As many arenas as may be in use at a time; whoever needs another waits.
+
+    Args:
+        count: two, so that a snapshot can be made while the one before is written.
+        max_bytes: of all arenas together; None for as much as the machine has. A single snapshot that is
+            larger is refused.
+        memory_available: bytes that this machine could give out now.
+    """
+
+    count: int = 2
+    max_bytes: int | None = None
+    memory_available: Callable[[], int] = lambda: available_memory()
+    _free: list[Arena] = field(default_factory=list)
+    _in_use: list[Arena] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def acquire(self, size: int) -> Arena:
+        """Return an arena of at least ``size`` bytes; waits while too many are in use.
+
+        Raises:
+            OutOfMemoryError: a snapshot of this size does not fit, whatever is waited for.
+        """
+        if self.max_bytes is not None and size > self.max_bytes:
+            raise OutOfMemoryError(
+                f"a snapshot of {size / 2**20:.0f} MiB is larger than max_inflight_bytes allows "
+                f"({self.max_bytes / 2**20:.0f} MiB)"
+            )
+        with self._changed:
+            while True:
+                arena = self._take_or_make(size)
+                if arena is not None:
+                    self._in_use.append(arena)
+                    return arena
+                self._changed.wait()
+
+    def release(self, arena: Arena) -> None:
+        with self._changed:
+            self._in_use.remove(arena)
+            self._free.append(arena)
+            self._changed.notify_all()
+
+    def keys(self) -> set[int]:
+        """Return which arenas there are."""
+        with self._changed:
+            return {arena.key for arena in (*self._free, *self._in_use)}
+
+    def clear(self) -> None:
+        """Give unused memory back to the system."""
+        with self._changed:
+            self._free.clear()
+
+    def _take_or_make(self, size: int) -> Arena | None:
+        fitting = [arena for arena in self._free if arena.capacity >= size]
+        if fitting:
+            best = min(fitting, key=lambda arena: arena.capacity)
+            self._free.remove(best)
+            return best
+        self._free.clear()  # all too small
+        in_use = sum(arena.capacity for arena in self._in_use)
+        budget = self.max_bytes is None or in_use + size <= self.max_bytes
+        fits = size + _LEFT_FREE <= self.memory_available()
+        if self._in_use and (len(self._in_use) >= self.count or not budget or not fits):
+            return None
+        if not fits:
+            raise OutOfMemoryError(f"no memory for a snapshot of {size / 2**20:.0f} MiB")
+        return Arena(size)
+
+
+def available_memory() -> int:
+    """Return what this machine could give out without swapping, in bytes (``MemAvailable``, proc(5))."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    raise OSError("no MemAvailable in /proc/meminfo")

@@ -1,0 +1,126 @@
+"""How background work is executed: by a worker that stays, or by one for each save. Neither is forked."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import Any
+
+from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
+from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
+from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld
+from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
+from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode
+from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerPriority, WorkerProcess
+from nvrx_slurm.checkpointing.storage.layout import lay_out
+
+
+class AsyncCaller(ABC):
+    """Takes requests and works on them in their order."""
+
+    def __init__(self, pool: ArenaPool, mode: SnapshotMode, priority: WorkerPriority) -> None:
+        self._pool = pool
+        self._mode = mode
+        self._priority = priority
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> Ticket:
+        """Snapshot what the request mentions, and begin; what goes wrong stands in the ticket."""
+        ticket = Ticket()
+        if async_req.async_fn is None:
+            ticket.resolve()
+            return ticket
+        try:
+            return self._hand_over(self._worker(), async_req)
+        except Exception as error:
+            # Raised here, it would leave this rank with a save less than the others have: they would wait.
+            ticket.resolve(f"{type(error).__name__}: {error}")
+            return ticket
+
+    @abstractmethod
+    def close(self, abort: bool = False) -> None:
+        """End workers, after what they have to do or, with ``abort``, now."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Let workers finish what they have, and wait for nothing."""
+
+    @abstractmethod
+    def _worker(self) -> WorkerProcess: ...
+
+    def _hand_over(self, worker: WorkerProcess, request: AsyncRequest) -> Ticket:
+        if isinstance(request.async_fn, FileWrites):
+            files = [(str(path.absolute()), image) for path, image in request.async_fn.images()]
+            return worker.hand_over(self._pool, files, self._mode)
+        arguments = list(request.async_fn_args)
+        image = lay_out((request.async_fn, arguments, request.async_fn_kwargs or {}, request.preload_fn))
+        mentions_main = any(b"__main__" in literal.data for literal in image.literals)
+        world = CallWorld(tuple(sys.path), _main_path() if mentions_main else None)
+        return worker.hand_over(self._pool, [("", image)], self._mode, call=world)
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """One worker for all requests, started for the first one and anew after its death."""
+
+    _current: WorkerProcess | None = None
+
+    def start(self) -> None:
+        """Start the worker before it is needed."""
+        self._worker()
+
+    def _worker(self) -> WorkerProcess:
+        if self._current is None or not self._current.is_alive:
+            self._current = WorkerProcess(self._priority)
+        return self._current
+
+    def close(self, abort: bool = False) -> None:
+        worker, self._current = self._current, None
+        if worker is not None:
+            _end(worker, abort)
+
+    def let_go(self) -> None:
+        if self._current is not None:
+            self._current.close()
+
+    def adopt(self, other: PersistentAsyncCaller) -> None:
+        """Take the worker of another caller, which has no requests."""
+        self._current, other._current = other._current, None
+
+
+class TemporalAsyncCaller(AsyncCaller):
+    """A worker for each request; it ends when that is done."""
+
+    def __init__(self, pool: ArenaPool, mode: SnapshotMode, priority: WorkerPriority) -> None:
+        super().__init__(pool, mode, priority)
+        self._workers: list[WorkerProcess] = []
+
+    def _worker(self) -> WorkerProcess:
+        self._workers = [worker for worker in self._workers if worker.is_alive]
+        worker = WorkerProcess(self._priority)
+        self._workers.append(worker)
+        return worker
+
+    def _hand_over(self, worker: WorkerProcess, request: AsyncRequest) -> Ticket:
+        ticket = super()._hand_over(worker, request)
+        ticket.when_done(worker.close)
+        return ticket
+
+    def close(self, abort: bool = False) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            _end(worker, abort)
+
+    def let_go(self) -> None:
+        pass  # each ends by itself
+
+
+def _end(worker: WorkerProcess, abort: bool) -> None:
+    if abort:
+        worker.kill()
+    else:
+        worker.close()
+        worker.join()
+
+
+def _main_path() -> str | None:
+    main: Any = sys.modules.get("__main__")
+    return getattr(main, "__file__", None)

@@ -1,0 +1,226 @@
+"""The queue of saves: scheduled in order, written in the background, finalized in order on all ranks.
+
+::
+
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)          # on all ranks, in the same order
+    ...
+    queue.maybe_finalize_async_calls()             # on all ranks, now and then: after each step, say
+    ...
+    queue.close()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nvrx_slurm.checkpointing.async_ckpt.agreement import Agreement, agree
+from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
+from nvrx_slurm.checkpointing.async_ckpt.callers import (
+    AsyncCaller,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+)
+from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
+from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode, ensure_snapshotted
+from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerPriority
+
+__all__ = [
+    "AsyncCaller",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "AsyncSaveError",
+    "PersistentAsyncCaller",
+    "SnapshotMode",
+    "TemporalAsyncCaller",
+    "abort_nvrx_checkpoint",
+    "ensure_snapshotted",
+]
+
+
+class AsyncSaveError(RuntimeError):
+    """A save has failed, on this rank or another; it counts nowhere. Training can go on and save again."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    request: AsyncRequest
+    ticket: Ticket
+
+
+class AsyncCallsQueue:
+    """Saves that are not finalized yet, oldest first."""
+
+    _queues: ClassVar[weakref.WeakSet[AsyncCallsQueue]] = weakref.WeakSet()
+    _warm: ClassVar[PersistentAsyncCaller | None] = None
+
+    def __init__(
+        self,
+        persistent: bool = True,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+        *,
+        snapshot_mode: SnapshotMode = SnapshotMode.OVERLAPPED,
+        max_inflight_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            persistent: one worker for all saves; else one for each, which costs its start every time.
+            is_daemon: without effect: a worker always ends with its trainer, and has no children.
+            cpu_priority: niceness of the worker, 0 to 19.
+            io_priority: its class, 1 real time, 2 best effort, 3 idle; None leaves it alone.
+            sigterm_timeout: without effect: an aborted worker is killed, which does no harm to files.
+            cpu_shm_mode: without effect: snapshots are always in shared host memory.
+            snapshot_mode: whether the copies are made before ``schedule_async_request`` returns, or during
+                the next forward and backward pass.
+            max_inflight_bytes: of snapshots that are not written yet; scheduling waits for room. Without it
+                two snapshots are held at a time.
+
+        Raises:
+            ValueError: a priority that there is not.
+        """
+        del is_daemon, sigterm_timeout, cpu_shm_mode
+        self._priority = WorkerPriority(cpu_priority, io_priority)
+        self._mode = snapshot_mode
+        self._pool = ArenaPool(max_bytes=max_inflight_bytes)
+        self._persistent = persistent
+        self._caller: AsyncCaller | None = None
+        self._pending: deque[_Pending] = deque()
+        self._last_index = -1
+        AsyncCallsQueue._queues.add(self)
+
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        """Start a worker now, for the first queue that needs one; arguments as the constructor's."""
+        del rank, is_daemon, sigterm_timeout, cpu_shm_mode
+        if cls._warm is None:
+            cls._warm = PersistentAsyncCaller(
+                ArenaPool(), SnapshotMode.OVERLAPPED, WorkerPriority(cpu_priority, io_priority)
+            )
+        cls._warm.start()
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Snapshot the request's tensors and begin; return its index, 0, 1, 2, …
+
+        All ranks call this in the same order. What goes wrong, an object that can't be pickled too, is
+        raised when the save is finalized, on all ranks. Waits while two snapshots, or
+        ``max_inflight_bytes``, are waiting to be written.
+        """
+        self._last_index += 1
+        request = AsyncRequest(**async_request._asdict()).freeze()._replace(call_idx=self._last_index)
+        self._pending.append(_Pending(request, self._get_caller().schedule_async_call(request)))
+        return self._last_index
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize, oldest first, what is done on all ranks; return the indices.
+
+        With saves pending and without ``no_dist`` this is collective: all ranks call it equally often.
+
+        Args:
+            blocking: wait until every pending save is done.
+            no_dist: ask no other rank: a save counts when this rank is done.
+
+        Raises:
+            AsyncSaveError: a save failed somewhere: raised on all ranks, finalizers not run. Saves after it
+                stay pending.
+        """
+        finalized = []
+        while self._pending:
+            oldest = self._pending[0]
+            if blocking:
+                oldest.ticket.wait()
+            said = self._ask(oldest, no_dist)
+            if not said.all_done:
+                if blocking:
+                    continue
+                break
+            self._pending.popleft()
+            self._refuse_failed(oldest, said)
+            finalized.append(oldest.request.execute_finalize_fns(validate_matching_call_idx=False))
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return how many saves are pending."""
+        return len(self._pending)
+
+    def ensure_snapshotted(self) -> None:
+        """Return when all tensors are copied, so that they may be changed."""
+        ensure_snapshotted()
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize what is pending, collectively, and end the worker; the queue can be used again.
+
+        Args:
+            abort: kill the worker and forget what is pending, finalizers included; not collective.
+
+        Raises:
+            AsyncSaveError: a pending save failed; the worker has ended all the same.
+        """
+        try:
+            if abort:
+                self._pending.clear()
+            else:
+                self.maybe_finalize_async_calls(blocking=True)
+        finally:
+            caller, self._caller = self._caller, None
+            if caller is not None:
+                caller.close(abort)
+            self._pool.clear()
+            self._last_index = -1
+
+    def __del__(self) -> None:
+        # No collective from a destructor. The worker finishes what it has.
+        caller = getattr(self, "_caller", None)
+        if caller is not None:
+            caller.let_go()
+
+    def _get_caller(self) -> AsyncCaller:
+        if self._caller is None:
+            kind = PersistentAsyncCaller if self._persistent else TemporalAsyncCaller
+            self._caller = kind(self._pool, self._mode, self._priority)
+            if isinstance(self._caller, PersistentAsyncCaller) and AsyncCallsQueue._warm is not None:
+                self._caller.adopt(AsyncCallsQueue._warm)
+                AsyncCallsQueue._warm = None
+        return self._caller
+
+    def _ask(self, pending: _Pending, no_dist: bool) -> Agreement:
+        index, ticket = pending.request.call_idx, pending.ticket
+        done = ticket.is_done
+        failed = done and ticket.error is not None
+        if no_dist:
+            return Agreement(done, 0 if failed else None, index, index)
+        return agree(index, done=done, failed=failed)
+
+    def _refuse_failed(self, pending: _Pending, said: Agreement) -> None:
+        index = pending.request.call_idx
+        if said.lowest_index != said.highest_index:
+            raise AsyncSaveError(
+                f"ranks finalize different saves: {said.lowest_index} and {said.highest_index}, here {index}"
+            )
+        if pending.ticket.error is not None:
+            raise AsyncSaveError(f"save {index} failed on this rank: {pending.ticket.error}")
+        if said.failed_rank is not None:
+            raise AsyncSaveError(f"save {index} failed on rank {said.failed_rank}: see the error there")
+
+
+def abort_nvrx_checkpoint() -> None:
+    """Abort all saves of this process, and kill the workers: for a restart within the process."""
+    for each in list(AsyncCallsQueue._queues):
+        each.close(abort=True)
+    warm, AsyncCallsQueue._warm = AsyncCallsQueue._warm, None
+    if warm is not None:
+        warm.close(abort=True)

@@ -1,0 +1,88 @@
+"""``torch.save`` in the background."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, SnapshotMode
+from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
+from nvrx_slurm.checkpointing.storage.torch_file import save
+
+
+class TorchAsyncCheckpoint:
+    """Saves files that ``torch.load`` reads, while training goes on.
+
+    ::
+
+        checkpoint = TorchAsyncCheckpoint()
+        checkpoint.async_save(state_dict, path)
+        ...
+        checkpoint.finalize_async_save()       # now and then; raises if a save has failed
+        ...
+        checkpoint.close()
+
+    A file appears under its name when it is whole and on disk; what stood there stays until then.
+    """
+
+    save = staticmethod(save)
+
+    def __init__(
+        self,
+        persistent_queue: bool = True,
+        *,
+        snapshot_mode: SnapshotMode = SnapshotMode.OVERLAPPED,
+        max_inflight_bytes: int | None = None,
+    ) -> None:
+        """Arguments as those of :class:`AsyncCallsQueue`; ``persistent_queue`` is its ``persistent``."""
+        self._queue = AsyncCallsQueue(
+            persistent_queue, snapshot_mode=snapshot_mode, max_inflight_bytes=max_inflight_bytes
+        )
+
+    def async_save(self, state_dict: Any, f: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Begin to save the state as it is now.
+
+        Args:
+            f: where to. Not an open file: that could not be replaced when it is whole.
+
+        Raises:
+            TypeError: an open file, or an option of torch.save, all of which would change the format.
+        """
+        if not isinstance(f, (str, os.PathLike)):
+            raise TypeError(f"async_save takes a path, not {type(f).__name__}")
+        if args or kwargs:
+            raise TypeError("async_save takes a state and a path, and none of torch.save's options")
+        self._queue.schedule_async_request(AsyncRequest(FileWrites([(Path(f), state_dict)]), (), []))
+
+    def finalize_async_save(
+        self, blocking: bool = False, no_dist: bool = True, terminate: bool = False
+    ) -> None:
+        """See whether saves are done.
+
+        Args:
+            blocking: wait for all of them.
+            no_dist: ask no other rank; else collective.
+            terminate: close afterwards.
+
+        Raises:
+            AsyncSaveError: a save has failed.
+        """
+        self._queue.maybe_finalize_async_calls(blocking, no_dist=no_dist)
+        if terminate:
+            self.close()
+
+    def ensure_snapshotted(self) -> None:
+        """Return when the tensors of all saves are copied, so that they may be changed."""
+        self._queue.ensure_snapshotted()
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for pending saves, or with ``abort`` forget them, and end the worker."""
+        try:
+            if not abort:
+                self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        finally:
+            self._queue.close(abort=abort)
+
+    def _get_async_calls_queue(self) -> AsyncCallsQueue:
+        return self._queue

@@ -1,0 +1,220 @@
+"""The trainer's side of the worker: start it, hand it tasks, learn what came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from nvrx_slurm import interpreter
+from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool
+from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
+from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
+from nvrx_slurm.checkpointing.storage.image import ImageSpec, aligned
+from nvrx_slurm.checkpointing.storage.layout import FileImage
+
+_MODULE = "nvrx_slurm.checkpointing.async_ckpt.worker"
+
+
+@dataclass(frozen=True)
+class WorkerPriority:
+    """How modest the worker is beside training."""
+
+    nice: int = 10
+    """0 to 19 (nice(2)); never less nice than the trainer."""
+    io_class: int | None = None
+    """ioprio_set(2): 1 real time, 2 best effort, 3 idle; None leaves it alone."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nice <= 19:
+            raise ValueError(f"cpu_priority is {self.nice}, 0 to 19 is accepted")
+        if self.io_class not in (None, 0, 1, 2, 3):
+            raise ValueError(f"io_priority is {self.io_class}, None or 0 to 3 is accepted")
+
+
+class Ticket:
+    """A save that was handed over: whether it is done, and what went wrong."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self.error: str | None = None
+        """First line: what happened; a traceback may follow. None while it runs and when all is well."""
+        self.seconds = 0.0
+        """What the worker took."""
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._done.wait(timeout_s)
+
+    def resolve(self, error: str | None = None, seconds: float = 0.0) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.error, self.seconds = error, seconds
+            self._done.set()
+        for callback in self._callbacks:
+            callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called, on any thread, when it is done; at once if it is."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+@dataclass
+class _Handed:
+    ticket: Ticket
+    pool: ArenaPool
+    arena: Arena
+    folders: frozenset[Path]
+
+
+class WorkerProcess:
+    """One worker. Its death ends its tasks with an error; it is not started again."""
+
+    def __init__(self, priority: WorkerPriority) -> None:
+        """
+        Raises:
+            OSError: no process could be started.
+        """
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            arguments = map(str, (os.getpid(), theirs.fileno(), priority.nice, priority.io_class or 0))
+            self._process = subprocess.Popen(
+                interpreter.command_for(_MODULE, *arguments),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._numbers = itertools.count()
+        self._known: set[int] = set()
+        self._handed: dict[int, _Handed] = {}
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self.is_alive = True
+        self._reader = threading.Thread(target=self._read, daemon=True, name="nvrx-checkpoint-results")
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def hand_over(
+        self,
+        pool: ArenaPool,
+        images: Sequence[tuple[str, FileImage]],
+        mode: SnapshotMode,
+        *,
+        call: CallWorld | None = None,
+    ) -> Ticket:
+        """Make a snapshot of what the images hold and have the worker write, or call, it.
+
+        Raises:
+            OutOfMemoryError: there is no memory for the snapshot.
+        """
+        specs, placed, end = [], [], 0
+        for path, image in images:
+            regions = tuple(hole.region for hole in image.holes)
+            assert image.table is not None
+            specs.append(ImageSpec(path, end, image.size, regions, image.table))
+            placed.append((end, image))
+            end += aligned(image.size)
+        arena = pool.acquire(end)
+        ticket = Ticket()
+        task = Task(
+            number=next(self._numbers),
+            arena=arena.key,
+            images=tuple(specs),
+            call=call,
+        )
+        folders = frozenset(Path(spec.path).parent for spec in specs if call is None)
+        handed = _Handed(ticket, pool, arena, folders)
+
+        def copied(error: Exception | None) -> None:
+            if error is not None:
+                pool.release(arena)
+                ticket.resolve(f"{type(error).__name__}: {error}")
+            else:
+                self._send(task, handed)
+
+        Snapshot(arena, placed, mode, copied)
+        return ticket
+
+    def _send(self, task: Task, handed: _Handed) -> None:
+        with self._sending:
+            with self._lock:
+                alive = self.is_alive
+                if alive:
+                    self._handed[task.number] = handed
+            if not alive:
+                self._fail(handed, self._epitaph())
+                return
+            new = handed.arena.key not in self._known
+            current = handed.pool.keys()
+            task = msgspec.structs.replace(task, dropped=tuple(self._known - current))
+            self._known = (self._known | {handed.arena.key}) & current
+            with contextlib.suppress(OSError):  # it is dead: the reader sees that, too
+                send(self._socket, task, handed.arena.fd if new else None)
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                result, _ = receive(self._socket, Result)
+                with self._lock:
+                    handed = self._handed.pop(result.number)
+                handed.pool.release(handed.arena)
+                handed.ticket.resolve(result.error, result.seconds)
+        self._bury()
+
+    def _bury(self) -> None:
+        self._process.wait()
+        with self._lock:
+            self.is_alive = False
+            left, self._handed = list(self._handed.values()), {}
+        for handed in left:
+            for folder in handed.folders:
+                with contextlib.suppress(OSError):
+                    remove_leftovers(folder)
+            self._fail(handed, self._epitaph())
+
+    def _fail(self, handed: _Handed, why: str) -> None:
+        handed.pool.release(handed.arena)
+        handed.ticket.resolve(why)
+
+    def _epitaph(self) -> str:
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"the checkpoint worker (process {self._process.pid}) {how} before the checkpoint was written"
+
+    def close(self) -> None:
+        """Let the worker finish what it has, and end; returns at once."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def join(self) -> None:
+        """Wait until a closed worker has ended."""
+        self._reader.join()
+        self._socket.close()
+
+    def kill(self) -> None:
+        """End the worker now; files that it was writing are removed."""
+        self._process.kill()
+        self.join()

@@ -1,0 +1,382 @@
+"""Saves in the background: exact, whole or absent, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_storage import same, state
+
+from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool, OutOfMemoryError
+from nvrx_slurm.checkpointing.async_ckpt.core import (
+    AsyncCallsQueue,
+    AsyncRequest,
+    AsyncSaveError,
+    SnapshotMode,
+    abort_nvrx_checkpoint,
+    ensure_snapshotted,
+)
+from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+from nvrx_slurm.linux import process_state
+
+MANY = 16
+SIZE = 400_000  # 1.5 MiB: copied while training goes on
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[AsyncCallsQueue]:
+    """One worker for all tests that leave it whole."""
+    queue = AsyncCallsQueue()
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def checkpoint(queue: AsyncCallsQueue) -> TorchAsyncCheckpoint:
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint._queue = queue
+    return checkpoint
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def write_sum(path: Path, tensors: list[torch.Tensor], *, scale: int = 1) -> None:
+    path.write_text(str(scale * sum(tensor.sum().item() for tensor in tensors)))
+
+
+def fail(_path: Path) -> None:
+    raise ArithmeticError("no such luck")
+
+
+def die(_path: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def worker_of(queue: AsyncCallsQueue) -> int:
+    return int(queue._caller._current.pid)  # type: ignore[union-attr]
+
+
+class TestSnapshot:
+    @pytest.mark.parametrize("persistent", [True, False])
+    def test_strict_what_changes_after_the_call_is_not_in_the_checkpoint(
+        self, tmp_path: Path, persistent: bool
+    ) -> None:
+        checkpoint = TorchAsyncCheckpoint(persistent, snapshot_mode=SnapshotMode.STRICT)
+        tensors = {str(i): torch.full((SIZE,), float(i)) for i in range(MANY)}
+        for save in range(3):
+            checkpoint.async_save(tensors, tmp_path / f"{save}.pt")
+            for tensor in tensors.values():
+                tensor += 100  # at once, and on all of it
+        checkpoint.close()
+        for save in range(3):
+            loaded = torch.load(tmp_path / f"{save}.pt", weights_only=True)
+            assert [set(loaded[str(i)].tolist()) for i in range(MANY)] == [
+                {i + 100 * save} for i in range(MANY)
+            ]
+
+    def test_overlapped_an_optimizer_step_waits_until_its_parameters_are_copied(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        parameters = [torch.nn.Parameter(torch.full((SIZE,), float(i))) for i in range(MANY)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        expected = []
+        for save in range(4):
+            content = {"parameters": parameters, "optimizer": optimizer.state_dict()}
+            expected.append(torch.save(content, tmp_path / f"expected{save}.pt"))
+            checkpoint.async_save(content, tmp_path / f"{save}.pt")
+            for parameter in parameters:
+                parameter.grad = torch.ones(SIZE)
+            optimizer.step()
+        checkpoint.finalize_async_save(blocking=True)
+        for save in range(4):
+            want, have = (torch.load(tmp_path / f"{name}{save}.pt") for name in ("expected", ""))
+            assert all(map(torch.equal, want["parameters"], have["parameters"]))
+            assert same(want["optimizer"]["param_groups"], have["optimizer"]["param_groups"])
+            for index, moments in want["optimizer"]["state"].items():
+                assert all(torch.equal(moments[k], have["optimizer"]["state"][index][k]) for k in moments)
+
+    def test_overlapped_ensure_snapshotted_makes_any_other_change_safe(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        tensors = [torch.zeros(SIZE) for _ in range(MANY)]
+        checkpoint.async_save(tensors, tmp_path / "a.pt")
+        ensure_snapshotted()
+        for tensor in tensors:
+            tensor.data.fill_(1)  # torch does not count this
+        checkpoint.finalize_async_save(blocking=True)
+        assert not any(tensor.any() for tensor in torch.load(tmp_path / "a.pt"))
+
+    def test_overlapped_a_tensor_changed_too_early_fails_the_save_rather_than_lie(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = threading.Lock()
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", held_memmove(held))
+        tensors = [torch.zeros(SIZE) for _ in range(MANY)]
+        with held:
+            checkpoint.async_save(tensors, tmp_path / "a.pt")
+            tensors[3] += 1
+        with pytest.raises(AsyncSaveError, match=r"400000, torch.float32.*ensure_snapshotted"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert not (tmp_path / "a.pt").exists()
+
+    def test_overlapped_small_tensors_such_as_running_statistics_are_copied_at_once(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        norm = torch.nn.BatchNorm1d(8)
+        checkpoint.async_save({"large": torch.zeros(SIZE), "norm": norm.state_dict()}, tmp_path / "a.pt")
+        ensure_snapshotted()
+        norm(torch.randn(4, 8) + 50)
+        checkpoint.finalize_async_save(blocking=True)
+        assert not torch.load(tmp_path / "a.pt")["norm"]["running_mean"].any()
+
+    def test_every_kind_of_tensor_and_object_is_saved_as_torch_saves_it(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        saved = state()
+        checkpoint.async_save(saved, tmp_path / "a.pt")
+        checkpoint.finalize_async_save(blocking=True)
+        large = saved.pop("large")
+        loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+        assert torch.equal(loaded.pop("large"), large)
+        assert same(saved, loaded)
+        assert storage.verify_file(tmp_path / "a.pt") is storage.Verification.INTACT
+
+    def test_memory_is_allocated_once_and_the_users_tensors_are_left_alone(self, tmp_path: Path) -> None:
+        tensors = [torch.zeros(SIZE) for _ in range(64)]
+        checkpoint = TorchAsyncCheckpoint()
+        checkpoint.async_save(tensors, tmp_path / "a.pt")
+        checkpoint.finalize_async_save(blocking=True)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            checkpoint.async_save(tensors, tmp_path / "a.pt")
+            checkpoint.finalize_async_save(blocking=True)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not any(tensor.is_shared() for tensor in tensors)
+        checkpoint.close()
+
+
+def held_memmove(held: threading.Lock) -> Callable[..., object]:
+    """memmove as the copier sees it, but not while the lock is held by the test."""
+    import ctypes
+
+    real = ctypes.memmove
+
+    def memmove(*arguments: Any) -> object:
+        if threading.current_thread().name == "nvrx-copier":
+            with held:
+                return real(*arguments)
+        return real(*arguments)
+
+    return memmove
+
+
+class TestQueue:
+    def test_saves_are_finalized_in_order_with_their_own_indices(
+        self, tmp_path: Path, queue: AsyncCallsQueue
+    ) -> None:
+        order: list[int] = []
+        first = queue._last_index + 1
+        for i in range(3):
+            request = AsyncRequest(write_text, (tmp_path / str(i), f"text {i}"), [partial(order.append, i)])
+            assert queue.schedule_async_request(request) == first + i
+        assert queue.get_num_unfinalized_calls() == 3
+        assert queue.maybe_finalize_async_calls(blocking=True) == [first, first + 1, first + 2]
+        assert order == [0, 1, 2]
+        assert [(tmp_path / str(i)).read_text() for i in range(3)] == ["text 0", "text 1", "text 2"]
+
+    def test_tensors_in_any_call_are_taken_as_they_were(self, tmp_path: Path, queue: AsyncCallsQueue) -> None:
+        tensors = [torch.ones(SIZE), torch.ones(3)]
+        request = AsyncRequest(write_sum, (tmp_path / "sum", tensors), [], {"scale": 2})
+        queue.schedule_async_request(request)
+        ensure_snapshotted()
+        tensors[0].zero_()
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert (tmp_path / "sum").read_text() == str(2.0 * (SIZE + 3))
+
+    def test_what_preload_returns_becomes_the_second_argument(
+        self, tmp_path: Path, queue: AsyncCallsQueue
+    ) -> None:
+        request = AsyncRequest(write_text, [tmp_path / "a", None], [], preload_fn=partial(str, 42))
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert (tmp_path / "a").read_text() == "42"
+
+    def test_a_request_without_function_is_finalized_all_the_same(self, queue: AsyncCallsQueue) -> None:
+        called: list[bool] = []
+        queue.schedule_async_request(AsyncRequest(None, (), [lambda: called.append(True)]))
+        queue.maybe_finalize_async_calls()
+        assert called == [True]
+
+    def test_a_scheduled_request_takes_no_more_finalizers(self) -> None:
+        request = AsyncRequest(None, (), [])
+        request.add_finalize_fn(int)
+        with pytest.raises(RuntimeError, match="scheduled"):
+            request.freeze().add_finalize_fn(int)
+
+    def test_done_synchronously_it_needs_no_process_group(self, tmp_path: Path) -> None:
+        called: list[bool] = []
+        AsyncRequest(write_text, (tmp_path / "a", "x"), [lambda: called.append(True)]).execute_sync()
+        assert called == [True]
+        assert (tmp_path / "a").read_text() == "x"
+
+    def test_a_warmed_up_worker_is_taken_by_the_first_queue(self, tmp_path: Path) -> None:
+        AsyncCallsQueue.warmup_persistent_caller(0)
+        warm = AsyncCallsQueue._warm._current.pid  # type: ignore[union-attr]
+        checkpoint = TorchAsyncCheckpoint()
+        checkpoint.async_save({}, tmp_path / "a")
+        assert worker_of(checkpoint._queue) == warm
+        checkpoint.close()
+
+    @pytest.mark.parametrize("keywords", [{"cpu_priority": 20}, {"io_priority": 4}])
+    def test_a_priority_that_there_is_not_is_refused(self, keywords: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match="is accepted"):
+            AsyncCallsQueue(**keywords)  # type: ignore[arg-type]
+
+
+class TestFaults:
+    """Each is an error at the next finalize; then training goes on and saves again."""
+
+    def saves_again(self, checkpoint: TorchAsyncCheckpoint, path: Path) -> bool:
+        checkpoint.async_save({"a": torch.ones(2)}, path)
+        checkpoint.finalize_async_save(blocking=True)
+        return bool(torch.load(path)["a"].sum() == 2)
+
+    @pytest.mark.parametrize(
+        ("function", "message"),
+        [
+            (fail, "ArithmeticError: no such luck"),
+            (die, "killed by SIGKILL before the checkpoint was written"),
+            (lambda _path: None, "pickle"),
+        ],
+        ids=["exception", "killed worker", "unpicklable"],
+    )
+    def test_a_call_that_goes_wrong(
+        self,
+        tmp_path: Path,
+        checkpoint: TorchAsyncCheckpoint,
+        function: Callable[[Path], None],
+        message: str,
+    ) -> None:
+        finalized: list[bool] = []
+        request = AsyncRequest(function, (tmp_path / "a",), [lambda: finalized.append(True)])
+        checkpoint._queue.schedule_async_request(request)
+        with pytest.raises(AsyncSaveError, match=message):
+            checkpoint.finalize_async_save(blocking=True)
+        assert finalized == []
+        assert checkpoint._queue.get_num_unfinalized_calls() == 0
+        assert self.saves_again(checkpoint, tmp_path / "b")
+
+    def test_an_object_that_cannot_be_pickled(self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint) -> None:
+        checkpoint.async_save({"lock": threading.Lock()}, tmp_path / "a")
+        with pytest.raises(AsyncSaveError, match="lock"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert list(tmp_path.iterdir()) == []
+        assert self.saves_again(checkpoint, tmp_path / "b")
+
+    def test_a_worker_that_dies_while_it_is_idle_is_replaced(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        assert self.saves_again(checkpoint, tmp_path / "a")
+        worker = checkpoint._queue._caller._current  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGKILL)
+        worker._reader.join(20)
+        assert self.saves_again(checkpoint, tmp_path / "b")
+
+    def test_a_missing_directory(self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint) -> None:
+        checkpoint.async_save({}, tmp_path / "missing" / "a")
+        with pytest.raises(AsyncSaveError, match="No such file or directory"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert self.saves_again(checkpoint, tmp_path / "b")
+
+    def test_a_directory_that_takes_no_files(self, checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
+        checkpoint.async_save({}, Path("/proc/a.pt"))  # read-only even for root
+        with pytest.raises(AsyncSaveError, match=r"Error: \[Errno"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert self.saves_again(checkpoint, tmp_path / "b")
+
+    def test_an_open_file_is_refused_at_the_call(self, checkpoint: TorchAsyncCheckpoint) -> None:
+        with pytest.raises(TypeError, match="takes a path"):
+            checkpoint.async_save({}, sys.stdout)  # type: ignore[arg-type]
+
+    def test_an_aborted_save_is_forgotten_with_its_finalizers(self, tmp_path: Path) -> None:
+        queue = AsyncCallsQueue()
+        finalized: list[bool] = []
+        queue.schedule_async_request(
+            AsyncRequest(write_text, (tmp_path / "a", "x"), [lambda: finalized.append(True)])
+        )
+        worker = worker_of(queue)
+        abort_nvrx_checkpoint()
+        assert queue.get_num_unfinalized_calls() == 0
+        assert queue.maybe_finalize_async_calls(blocking=True) == []
+        assert finalized == []
+        assert not Path(f"/proc/{worker}").exists()
+        assert queue.schedule_async_request(AsyncRequest(write_text, (tmp_path / "b", "y"), [])) == 0
+        queue.close()
+        assert (tmp_path / "b").read_text() == "y"
+
+    def test_close_after_the_workers_death_does_not_hang(self, tmp_path: Path) -> None:
+        queue = AsyncCallsQueue()
+        queue.schedule_async_request(AsyncRequest(die, (tmp_path,), []))
+        with pytest.raises(AsyncSaveError, match="SIGKILL"):
+            queue.close()
+        queue.close()
+
+
+def ended(pid: int) -> bool:
+    """Wait until a process that is not ours has ended, though nobody may have reaped it."""
+    deadline = time.monotonic() + 20
+    while process_state(pid) not in ("", "Z") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return process_state(pid) in ("", "Z")
+
+
+class TestTrainerEnds:
+    def test_killed_after_a_save_was_copied_the_worker_still_writes_it_and_ends(self, tmp_path: Path) -> None:
+        program = (
+            "import os, signal, sys, torch\n"
+            "from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint\n"
+            "checkpoint = TorchAsyncCheckpoint()\n"
+            "checkpoint.async_save({'a': torch.ones(1000)}, sys.argv[1])\n"
+            "checkpoint.ensure_snapshotted()\n"
+            "print(checkpoint._queue._caller._current.pid, flush=True)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, tmp_path / "a.pt"], stdout=subprocess.PIPE, text=True, timeout=90
+        )
+        assert done.returncode == -signal.SIGKILL
+        # The worker has inherited standard output, so run() has waited for its end, or nearly.
+        assert ended(int(done.stdout))
+        assert torch.load(tmp_path / "a.pt")["a"].sum() == 1000
+
+
+class TestArenaPool:
+    def test_who_needs_more_memory_than_may_be_used_waits_for_a_release(self) -> None:
+        pool = ArenaPool(count=1)
+        first = pool.acquire(10)
+        taken: list[Arena] = []
+        waiting = threading.Thread(target=lambda: taken.append(pool.acquire(10)))
+        waiting.start()
+        assert taken == []
+        pool.release(first)
+        waiting.join(20)
+        assert taken == [first]
+
+    def test_one_snapshot_that_can_never_fit_is_refused(self) -> None:
+        with pytest.raises(OutOfMemoryError, match="max_inflight_bytes"):
+            ArenaPool(max_bytes=10 << 20).acquire(11 << 20)
+        with pytest.raises(OutOfMemoryError, match="no memory"):
+            ArenaPool(memory_available=lambda: 1 << 30).acquire(1 << 30)
