@@ -31,6 +31,8 @@ static atomic_int initialised;
 /* A handle is the address of its GPU's place in here. */
 static char handles[MOST_GPUS];
 
+static nvmlDevice_t handle_of(unsigned int gpu) { return (nvmlDevice_t)(void *)(handles + gpu); }
+
 /* One call: the state as it is now, and which GPU it is about. */
 struct call {
     struct state state;
@@ -185,60 +187,62 @@ EXPORTED nvmlReturn_t nvmlSystemGetDriverVersion(char *version, unsigned int siz
     return told ? copy(text, version, size) : NVML_ERROR_UNKNOWN;
 }
 
-/* The GPU at NVML's index: the slots that are not empty, in order; NVML_ERROR_NOT_FOUND beyond the last. */
-static nvmlReturn_t at_index(struct call *call, unsigned int index, unsigned int *seen) {
-    unsigned int count;
-    nvmlReturn_t code = gpu_count(call, &count);
-    *seen = 0;
-    for (unsigned int gpu = 0; code == NVML_SUCCESS && gpu < count; gpu++) {
+/* Which slots are not empty, in order: NVML's indexes. */
+static nvmlReturn_t list_gpus(struct call *call, unsigned int *gpus, unsigned int *count) {
+    unsigned int slots;
+    nvmlReturn_t code = gpu_count(call, &slots);
+    *count = 0;
+    for (unsigned int gpu = 0; code == NVML_SUCCESS && gpu < slots; gpu++) {
         bool gone;
         code = is_gone(call, gpu, &gone);
-        if (code == NVML_SUCCESS && !gone && (*seen)++ == index) {
-            return NVML_SUCCESS;
+        if (code == NVML_SUCCESS && !gone) {
+            gpus[(*count)++] = gpu;
         }
     }
-    return code == NVML_SUCCESS ? NVML_ERROR_NOT_FOUND : code;
+    return code;
 }
 
 EXPORTED nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
     struct call call;
     nvmlReturn_t code = begin(&call, "nvmlDeviceGetCount");
-    if (code == NVML_SUCCESS) {
-        code = at_index(&call, MOST_GPUS, count);
-    }
-    return code == NVML_ERROR_NOT_FOUND ? NVML_SUCCESS : code;
+    unsigned int gpus[MOST_GPUS];
+    return code == NVML_SUCCESS ? list_gpus(&call, gpus, count) : code;
 }
 
 EXPORTED nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device) {
     struct call call;
-    unsigned int seen;
+    unsigned int gpus[MOST_GPUS], count;
     nvmlReturn_t code = begin(&call, "nvmlDeviceGetHandleByIndex");
     if (code == NVML_SUCCESS) {
-        code = at_index(&call, index, &seen);
+        code = list_gpus(&call, gpus, &count);
     }
-    if (code == NVML_SUCCESS) {
-        code = begin_gpu(&call, "nvmlDeviceGetHandleByIndex");
+    if (code == NVML_SUCCESS && index >= count) {
+        code = NVML_ERROR_INVALID_ARGUMENT;
     }
-    if (code == NVML_SUCCESS) {
-        *device = (nvmlDevice_t)(void *)(handles + call.gpu);
+    if (code != NVML_SUCCESS) {
+        return code;
     }
-    return code == NVML_ERROR_NOT_FOUND ? NVML_ERROR_INVALID_ARGUMENT : code;
+    call.gpu = gpus[index];
+    *device = handle_of(call.gpu);
+    return begin_gpu(&call, "nvmlDeviceGetHandleByIndex");
 }
 
 EXPORTED nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device) {
     struct call call;
-    unsigned int seen;
+    unsigned int gpus[MOST_GPUS], count = 0;
     nvmlReturn_t code = begin(&call, "nvmlDeviceGetHandleByUUID");
-    for (unsigned int index = 0; code == NVML_SUCCESS; index++) {
+    if (code == NVML_SUCCESS) {
+        code = list_gpus(&call, gpus, &count);
+    }
+    for (unsigned int index = 0; code == NVML_SUCCESS && index < count; index++) {
         char text[MOST_TEXT];
-        code = at_index(&call, index, &seen);
-        if (code == NVML_SUCCESS && state_text(&call.state, text, sizeof text, "gpu.%u.uuid", call.gpu) &&
-            strcmp(text, uuid) == 0) {
-            *device = (nvmlDevice_t)(void *)(handles + call.gpu);
+        call.gpu = gpus[index];
+        if (state_text(&call.state, text, sizeof text, "gpu.%u.uuid", call.gpu) && strcmp(text, uuid) == 0) {
+            *device = handle_of(call.gpu);
             return begin_gpu(&call, "nvmlDeviceGetHandleByUUID");
         }
     }
-    return code;
+    return code == NVML_SUCCESS ? NVML_ERROR_NOT_FOUND : code;
 }
 
 EXPORTED nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int size) {
@@ -406,36 +410,49 @@ EXPORTED nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *cu
 
 /* ── Fabric and NVLinks ───────────────────────────────────────────────────────────────────────────────── */
 
-/* A node of its own: registered with its NVSwitches, in no domain beyond it (a UUID of zeros). */
-static nvmlReturn_t fabric(nvmlDevice_t device, const char *function, unsigned char *state, nvmlReturn_t *status) {
+/* Usually registered with the NVSwitches of the node, and in no domain beyond it: a UUID of zeros. */
+static nvmlReturn_t fabric(nvmlDevice_t device, const char *function, nvmlGpuFabricInfo_t *info) {
     struct call call;
-    unsigned int number_of_state, number_of_status;
+    unsigned int state = 0, status = 0;
+    char uuid[MOST_TEXT];
+    memset(info, 0, sizeof *info);
     nvmlReturn_t code = begin_device(&call, function, device);
     if (code == NVML_SUCCESS) {
-        code = small_number(&call, "fabric_state", FABRIC_COMPLETED, &number_of_state);
+        code = small_number(&call, "fabric_state", FABRIC_COMPLETED, &state);
     }
     if (code == NVML_SUCCESS) {
-        code = small_number(&call, "fabric_status", NVML_SUCCESS, &number_of_status);
+        code = small_number(&call, "fabric_status", NVML_SUCCESS, &status);
     }
     if (code == NVML_SUCCESS) {
-        *state = (unsigned char)number_of_state;
-        *status = (nvmlReturn_t)number_of_status;
+        code = small_number(&call, "fabric_clique", 0, &info->cliqueId);
+    }
+    info->state = (unsigned char)state;
+    info->status = (nvmlReturn_t)status;
+    if (code == NVML_SUCCESS && state_text(&call.state, uuid, sizeof uuid, "gpu.%u.fabric_uuid", call.gpu)) {
+        if (strlen(uuid) != 2 * sizeof info->clusterUuid || strspn(uuid, "0123456789abcdef") != strlen(uuid)) {
+            return NVML_ERROR_UNKNOWN;
+        }
+        for (size_t i = 0; i < sizeof info->clusterUuid; i++) {
+            sscanf(uuid + 2 * i, "%2hhx", &info->clusterUuid[i]);
+        }
     }
     return code;
 }
 
 EXPORTED nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpuFabricInfo_t *info) {
-    memset(info, 0, sizeof *info);
-    return fabric(device, "nvmlDeviceGetGpuFabricInfo", &info->state, &info->status);
+    return fabric(device, "nvmlDeviceGetGpuFabricInfo", info);
 }
 
 EXPORTED nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGpuFabricInfo_v2_t *info) {
     if (info->version != FABRIC_V2) {
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
     }
-    memset(info, 0, sizeof *info);
-    info->version = FABRIC_V2;
-    return fabric(device, "nvmlDeviceGetGpuFabricInfoV", &info->state, &info->status);
+    nvmlGpuFabricInfo_t found;
+    nvmlReturn_t code = fabric(device, "nvmlDeviceGetGpuFabricInfoV", &found);
+    *info = (nvmlGpuFabricInfo_v2_t){
+        .version = FABRIC_V2, .status = found.status, .cliqueId = found.cliqueId, .state = found.state};
+    memcpy(info->clusterUuid, found.clusterUuid, sizeof info->clusterUuid);
+    return code;
 }
 
 /* Whether the GPU has the link at all. */

@@ -66,7 +66,8 @@ class NvmlFabric:
 
 def _fabric_of(pynvml: Any, index: int) -> GpuFabric:
     info = pynvml.c_nvmlGpuFabricInfoV_t()
-    pynvml.nvmlDeviceGetGpuFabricInfoV(pynvml.nvmlDeviceGetHandleByIndex(index), info)
+    # The package passes on what it is given, and the library writes to where that points.
+    pynvml.nvmlDeviceGetGpuFabricInfoV(pynvml.nvmlDeviceGetHandleByIndex(index), ctypes.byref(info))
     registered = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == pynvml.NVML_SUCCESS
     # As bytes: some versions of the package take the field for a string, which ends at the first zero.
     raw = ctypes.string_at(ctypes.addressof(info) + type(info).clusterUuid.offset, 16)

@@ -97,5 +97,8 @@ class NvmlGpu:
 def _errors_of(nvml: Any) -> Iterator[None]:
     try:
         yield
-    except nvml.NVMLError as error:
+    except (nvml.NVMLError, getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)) as error:
+        # The second: the driver is too old for the package, which says so of some calls.
         raise GpuError(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise GpuError("NVML answered with what is no text") from error

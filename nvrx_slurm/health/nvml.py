@@ -221,6 +221,12 @@ class RealNvml:
             if error.value == NvmlCode.LIBRARY_NOT_FOUND:
                 raise UnavailableError("there is no NVIDIA driver library", "libnvidia-ml.so.1") from None
             raise NvmlError(error.value) from None
+        except getattr(self._lib, "NVMLLibraryMismatchError", self._lib.NVMLError):
+            # Of some calls the package says with it that the driver is too old for them.
+            raise NvmlError(NvmlCode.FUNCTION_NOT_FOUND) from None
+        except UnicodeDecodeError:
+            # The package decodes what the driver calls a text.
+            raise NvmlError(NvmlCode.UNKNOWN) from None
 
     def _ask(self, function: Callable[..., _T], gpu: int, *args: object) -> _T:
         with self._errors():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,8 @@ def nvml(
 ) -> types.ModuleType:
     module = types.ModuleType("pynvml")
 
-    def fill(_device: int, into: _Info) -> None:
+    def fill(_device: int, pointer: Any) -> None:
+        into: _Info = pointer._obj
         raw = (ctypes.c_uint8 * 16).from_buffer(into, info.clusterUuid.offset)  # type: ignore[attr-defined]
         raw[:] = list(uuid)
         into.status, into.cliqueId, into.state = 0, 7, 3

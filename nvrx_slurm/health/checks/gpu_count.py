@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from nvrx_slurm.health.node import Node
+from nvrx_slurm.health.nvml import Nvml, NvmlError
 from nvrx_slurm.health.registry import Need, Settings, check
 from nvrx_slurm.health.result import Action, CheckResult, fail, ok, skip, warn
 from nvrx_slurm.health.stage import EVERY_STAGE, Stage
@@ -31,8 +32,9 @@ def gpu_count(node: Node, settings: GpuCountSettings) -> list[CheckResult]:
     """All GPUs of the node are there.
 
     Compares NVML's list with the configuration, with what Slurm gave the job, and with the baseline's UUIDs.
-    Fewer is a fail. Inside a job NVML sees only the job's GPUs, so there the configured number does not
-    count. GPUs on the PCI bus that NVML does not list are a warn.
+    Fewer is a fail. A GPU that is listed and does not tell its UUID is not missing. Inside a job NVML sees
+    only the job's GPUs, so there the configured number does not count. GPUs on the PCI bus that NVML does not
+    list are a warn.
     """
     wanted = node.job.gpu_count if node.stage is Stage.RESTART else settings.expected
     known = node.baseline.gpus if node.baseline is not None else None
@@ -45,15 +47,34 @@ def gpu_count(node: Node, settings: GpuCountSettings) -> list[CheckResult]:
     count = nvml.count()
     if count == 0 and not wanted and not known:
         return [skip("the driver lists no GPU, and none is expected", _SIGNAL)]
-    if wanted is not None and count < wanted and not any(nvml.mig_enabled(gpu) for gpu in range(count)):
+    if wanted is not None and count < wanted and not any(_mig_enabled(nvml, gpu) for gpu in range(count)):
         return [_missing(f"{count} GPUs where {wanted} are expected")]
-    present = {nvml.uuid(gpu) for gpu in range(count)}
-    if gone := sorted(set(known or ()) - present):
-        return [_missing(f"{', '.join(gone)} of the baseline {'is' if len(gone) == 1 else 'are'} gone")]
+    uuids = [_uuid(nvml, gpu) for gpu in range(count)]
+    silent = uuids.count(None)
+    gone = sorted(set(known or ()) - set(uuids))
+    if len(gone) > silent:
+        of = f"{len(gone) - silent} of " if silent else ""
+        return [_missing(f"{of}{', '.join(gone)} of the baseline {'is' if len(gone) == 1 else 'are'} gone")]
+    if silent:
+        return [ok(f"{count} GPUs, {silent} of which can't be read: see gpu-lost", _SIGNAL)]
     on_bus = _on_pci_bus(node)
     if node.stage is not Stage.RESTART and on_bus > count:
         return [warn(f"the PCI bus shows {on_bus} GPUs, NVML {count}", _PCI, remedy=_REMEDY)]
     return [ok(f"{count} GPUs", _SIGNAL)]
+
+
+def _uuid(nvml: Nvml, gpu: int) -> str | None:
+    try:
+        return nvml.uuid(gpu)
+    except NvmlError:
+        return None
+
+
+def _mig_enabled(nvml: Nvml, gpu: int) -> bool:
+    try:
+        return nvml.mig_enabled(gpu)
+    except NvmlError:
+        return False
 
 
 def _missing(evidence: str) -> CheckResult:

@@ -40,7 +40,8 @@ def nic_counters(node: Node, settings: NicCountersSettings) -> list[CheckResult]
 
     Compares link_downed, symbol_error and port_rcv_errors of every port with the baseline of this boot: a new
     loss of the link is a fail, many new errors are a warn. Without a baseline there is nothing to compare
-    with. A counter that has fallen was reset, and is compared with 0.
+    with. A counter that has fallen was reset, and is compared with 0. One of the baseline that can't be read
+    any more is a warn.
     """
     baseline = node.baseline_of_this_boot
     if baseline is None:
@@ -59,6 +60,12 @@ def nic_counters(node: Node, settings: NicCountersSettings) -> list[CheckResult]
 def _port(node: Node, settings: NicCountersSettings, port: Port, before: dict[str, int]) -> list[CheckResult]:
     counters, trouble = port.counters(node.tree)
     results = [warn(f"can't be read: {error.why}", error.signal, port.scope) for error in trouble]
+    told = {error.signal for error in trouble}
+    results += [
+        warn("can't be read any more", path, port.scope)
+        for name in before
+        if name not in counters and (path := f"{port.path}/counters/{name}") not in told
+    ]
     for name, value in counters.items():
         past = before.get(name)
         if past is None:

@@ -10,7 +10,7 @@ from nvrx_slurm.health.gpus import each_gpu, name
 from nvrx_slurm.health.node import Node
 from nvrx_slurm.health.nvlinks import active_links
 from nvrx_slurm.health.registry import Need, Settings, check
-from nvrx_slurm.health.result import CheckResult, fail, skip
+from nvrx_slurm.health.result import CheckResult, fail, skip, warn
 from nvrx_slurm.health.stage import EVERY_STAGE
 
 _SIGNAL = "NVLink recovery, receive, retry, replay and CRC counters"
@@ -52,7 +52,8 @@ def nvlink_errors(node: Node, settings: NvlinkErrorsSettings) -> list[CheckResul
 
     Every run takes a sample of each active link's error counters and remembers whether one had risen. A link
     with more than ``flagged`` such samples in the last ``window`` is a fail; single errors are normal, and
-    never add up to one. What was remembered does not outlive a boot.
+    never add up to one. What was remembered does not outlive a boot. A GPU of whose links none can be read is
+    a warn.
     """
     if node.state.path is None:
         return [skip("there is no state directory to remember samples in", _SIGNAL)]
@@ -66,7 +67,10 @@ def nvlink_errors(node: Node, settings: NvlinkErrorsSettings) -> list[CheckResul
     def look(gpu: int) -> list[CheckResult]:
         uuid = node.nvml.uuid(gpu)
         found = []
-        for link in active_links(node.nvml, gpu)[0]:
+        active, unreadable = active_links(node.nvml, gpu)
+        if unreadable and not active:
+            return [warn(f"no NVLink can be read: {unreadable.popitem()[1]}", _SIGNAL, name(gpu))]
+        for link in active:
             key = f"{uuid}/{link}"
             if due:
                 read = node.nvml.nvlink_errors(gpu, link)
