@@ -66,6 +66,12 @@ def main() -> None:
     type=click.Path(exists=True, file_okay=False),
     help="A directory below /tmp that the nodes shall see; each has its own /tmp otherwise.",
 )
+@click.option(
+    "--slurm-conf",
+    metavar="LINE",
+    multiple=True,
+    help="A line for the end of slurm.conf, as nvrx-health install-hooks prints them; may be repeated.",
+)
 @_name
 @_one_sentence
 def up(
@@ -74,6 +80,7 @@ def up(
     hardware: bool,
     nics: int | None,
     share: tuple[str, ...],
+    slurm_conf: tuple[str, ...],
     name: str,
 ) -> None:
     """Start the cluster and wait until every node is idle; use it again if it is up."""
@@ -88,6 +95,7 @@ def up(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         share=share,
+        slurm_conf=slurm_conf,
         nics=usual.nics if usual and nics is None else nics,
     )
     option = "" if name == "dev" else f" --name {name}"

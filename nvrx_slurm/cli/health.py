@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from nvrx_slurm.cli import health_hooks
+from nvrx_slurm.cli.health_parts import UNKNOWN, Refused, config_option, configured, make_node, state_option
 from nvrx_slurm.cli.parameters import Duration
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from nvrx_slurm.health.config import HealthConfig
-    from nvrx_slurm.health.node import Node
-    from nvrx_slurm.health.registry import Check
     from nvrx_slurm.health.report import HealthReport
 
-_UNKNOWN = 3
-"""Of Nagios; Click's 2 for wrong usage would mean that the node has failed."""
 _STAGES = ("prolog", "epilog", "restart", "periodic", "manual")
-
-
-class _Refused(click.ClickException):
-    exit_code = _UNKNOWN
-
-    def show(self, file: object = None) -> None:
-        click.echo(f"nvrx-health: {self.message}", err=True)
 
 
 class _Group(click.Group):
@@ -41,10 +29,10 @@ class _Group(click.Group):
         try:
             code = super().main(args, standalone_mode=False, **extra)
         except click.exceptions.Abort:
-            code = _UNKNOWN
+            code = UNKNOWN
         except click.ClickException as error:
             error.show()
-            code = _UNKNOWN
+            code = UNKNOWN
         if standalone_mode:
             sys.exit(code)
         return code
@@ -58,17 +46,15 @@ def main() -> None:
     """
 
 
-_config_option = click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    help="The site's configuration.  [default: /etc/nvrx/health.yaml, if it is there]",
-)
-_state_option = click.option(
-    "--state-dir",
-    type=click.Path(path_type=Path),
-    help="Where the baseline and what must be remembered are.  [default: state_dir of the configuration]",
-)
+for _command in (
+    health_hooks.hook,
+    health_hooks.install_hooks,
+    health_hooks.uninstall_hooks,
+    health_hooks.nodes,
+    health_hooks.resume,
+):
+    main.add_command(_command)
+
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document (nvrx.health.v1).")
 
 
@@ -96,8 +82,8 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON 
     help="Write a textfile for Prometheus' node_exporter.",
 )
 @_as_json
-@_config_option
-@_state_option
+@config_option
+@state_option
 def check(
     stage: str,
     only: tuple[str, ...],
@@ -110,12 +96,12 @@ def check(
     """Run the checks of a stage side by side, and say what each has found."""
     from nvrx_slurm.health.report import UnknownCheckError, examine, select
 
-    checks, config = _configured(config_path)
-    node = _node(stage, config, state_dir)
+    checks, config = configured(config_path)
+    node = make_node(stage, config, state_dir)
     try:
         chosen = select(checks, node.stage, config, [name for words in only for name in words.split(",")])
     except UnknownCheckError as error:
-        raise _Refused(str(error)) from error
+        raise Refused(str(error)) from error
     report = examine(chosen, node, config, budget)
     _print(report, as_json)
     if prom is not None:
@@ -124,8 +110,8 @@ def check(
 
 
 @main.command()
-@_config_option
-@_state_option
+@config_option
+@state_option
 def baseline(config_path: Path | None, state_dir: Path | None) -> None:
     """Remember what this node has now: later runs compare with it.
 
@@ -135,13 +121,13 @@ def baseline(config_path: Path | None, state_dir: Path | None) -> None:
     from nvrx_slurm.health.take_baseline import take_baseline
     from nvrx_slurm.health.unavailable import UnavailableError
 
-    _, config = _configured(config_path)
-    node = _node("manual", config, state_dir)
+    _, config = configured(config_path)
+    node = make_node("manual", config, state_dir)
     taken = take_baseline(node)
     try:
         taken.save(node.state)
     except UnavailableError as error:
-        raise _Refused(f"{error.signal}: {error.why}") from error
+        raise Refused(f"{error.signal}: {error.why}") from error
     gpus = "GPUs not known" if taken.gpus is None else f"{len(taken.gpus)} GPUs"
     log = "not readable" if taken.kernel_log_sequence is None else f"up to {taken.kernel_log_sequence}"
     click.echo(f"baseline in {node.state.path}: {gpus}, {len(taken.ports)} network ports, kernel log {log}")
@@ -149,40 +135,18 @@ def baseline(config_path: Path | None, state_dir: Path | None) -> None:
 
 @main.command()
 @click.argument("check_name", metavar="CHECK", required=False)
-@_config_option
+@config_option
 def explain(check_name: str | None, config_path: Path | None) -> None:
     """Tell what CHECK reads, how it decides, and its thresholds here; without CHECK, list all."""
     from nvrx_slurm.health.explain import explanation, overview
 
-    checks, config = _configured(config_path)
+    checks, config = configured(config_path)
     if check_name is None:
         click.echo("\n".join(overview(checks, config)))
     elif check_name in checks:
         click.echo("\n".join(explanation(checks[check_name], config)))
     else:
-        raise _Refused(f"there is no check {check_name!r}; there are {', '.join(checks)}")
-
-
-def _configured(path: Path | None) -> tuple[Mapping[str, Check], HealthConfig]:
-    from nvrx_slurm.health.config import ConfigError, load_config
-    from nvrx_slurm.health.registry import all_checks
-
-    checks = all_checks()
-    try:
-        return checks, load_config(path, checks)
-    except ConfigError as error:
-        raise _Refused(str(error)) from error
-
-
-def _node(stage: str, config: HealthConfig, state_dir: Path | None) -> Node:
-    from nvrx_slurm.health.node import JobContext, Node
-    from nvrx_slurm.health.stage import Stage
-    from nvrx_slurm.health.state import StateDir
-
-    node = Node(stage=Stage(stage), job=JobContext.from_environ(os.environ))
-    name = os.environ.get("SLURMD_NODENAME")
-    chosen = state_dir or config.state_dir
-    return replace(node, host=name or node.host, state=StateDir(chosen))
+        raise Refused(f"there is no check {check_name!r}; there are {', '.join(checks)}")
 
 
 def _print(report: HealthReport, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ class DevCluster:
         nodes: int = 4,
         gpus_per_node: int = 2,
         share: Sequence[os.PathLike[str] | str] = (),
+        slurm_conf: Sequence[str] = (),
         *,
         nics: int | None = None,
     ) -> None:
@@ -76,19 +78,21 @@ class DevCluster:
                 nodes shall see all the same. This package and its virtual environment are always among them.
             nics: gives the nodes simulated hardware, with so many network adapters, and NVLinks between the
                 GPUs; None: they have none, and GPUs are device files that only Slurm looks at.
+            slurm_conf: lines for the end of slurm.conf, such as ``Prolog=/etc/nvrx/prolog.d/*``.
         """
         _check_shape(nodes, gpus_per_node, nics)
+        lines = _checked_lines(slurm_conf)
         shares = files.shared_directories(share)
         preflight.require_root("nvrx-devcluster up")
         with state.cluster_lock(self._layout, "up", 0.0) as lock_fd:
             there = state.load(self._layout)
             if there is not None and status.is_running(self._layout, there):
-                self._check_same(there, nodes, gpus_per_node, nics, shares)
+                self._check_same(there, nodes, gpus_per_node, nics, shares, lines)
                 lifecycle.restore(self._layout, there, there.node_names, lock_fd)
                 return
             lifecycle.tear_down(self._layout)
             try:
-                lifecycle.start(self._layout, nodes, gpus_per_node, nics, shares, lock_fd)
+                lifecycle.start(self._layout, nodes, gpus_per_node, nics, shares, lines, lock_fd)
             except BaseException:
                 lifecycle.tear_down(self._layout)
                 raise
@@ -238,12 +242,18 @@ class DevCluster:
         gpus_per_node: int,
         nics: int | None,
         shares: tuple[str, ...],
+        slurm_conf: tuple[str, ...],
     ) -> None:
         if (there.nodes, there.gpus_per_node, there.nics) != (nodes, gpus_per_node, nics):
             adapters = "no simulated hardware" if there.nics is None else f"{there.nics} network adapters"
             raise DevClusterError(
                 f"cluster {self.name!r} is already up with {there.nodes} nodes of {there.gpus_per_node} "
                 f"GPUs and {adapters}: take it down first, or choose another --name"
+            )
+        if there.slurm_conf != slurm_conf:
+            raise DevClusterError(
+                f"cluster {self.name!r} is already up with other lines of slurm.conf: "
+                f"take it down first, or choose another --name"
             )
         unseen = [
             share for share in shares if not any(Path(share).is_relative_to(seen) for seen in there.shares)
@@ -262,6 +272,13 @@ def _check_shape(nodes: int, gpus_per_node: int, nics: int | None) -> None:
         raise DevClusterError(f"--nodes {nodes} is out of range: use 1 to {state.MAX_NODES}")
     if not 0 <= gpus_per_node <= state.MAX_GPUS:
         raise DevClusterError(f"--gpus-per-node {gpus_per_node} is out of range: use 0 to {state.MAX_GPUS}")
+
+
+def _checked_lines(slurm_conf: Sequence[str]) -> tuple[str, ...]:
+    for line in slurm_conf:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*=[^\n\r]*", line):
+            raise DevClusterError(f"--slurm-conf {line!r} is no line of slurm.conf: use NAME=VALUE")
+    return tuple(slurm_conf)
 
 
 def _working_directory() -> str:

@@ -58,7 +58,7 @@ SelectTypeParameters=CR_CPU
 {gres_types}
 {nodes}
 PartitionName=batch Nodes={node_list} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
-"""
+{more}"""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -101,6 +101,8 @@ def slurm_conf(state: ClusterState, layout: Layout, subnet: Subnet) -> str:
         gres_types="GresTypes=gpu" if state.gpus_per_node else "",
         nodes=nodes,
         node_list=",".join(state.node_names),
+        # Of a name that comes twice Slurm takes the later one.
+        more="".join(f"{line}\n" for line in state.slurm_conf),
     )
 
 

@@ -20,7 +20,13 @@ _NODES_READY_S = 60.0
 
 
 def start(
-    layout: Layout, nodes: int, gpus_per_node: int, nics: int | None, shares: tuple[str, ...], lock_fd: int
+    layout: Layout,
+    nodes: int,
+    gpus_per_node: int,
+    nics: int | None,
+    shares: tuple[str, ...],
+    slurm_conf: tuple[str, ...],
+    lock_fd: int,
 ) -> None:
     """Bring up a cluster of which nothing exists, and return when every node is idle.
 
@@ -40,6 +46,7 @@ def start(
             phase=Phase.STARTING,
             boot_id=state.boot_id(),
             nics=nics,
+            slurm_conf=slurm_conf,
         )
         layout.root.mkdir(mode=0o755)
         state.save(layout, fresh)

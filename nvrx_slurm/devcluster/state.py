@@ -51,6 +51,8 @@ class ClusterState:
     boot_id: str
     nics: int | None = None
     """Of the simulated hardware of each node; None: the nodes have none but device files for Slurm."""
+    slurm_conf: tuple[str, ...] = ()
+    """Lines of the caller's own at the end of slurm.conf."""
 
     @property
     def hardware(self) -> Shape | None:
@@ -80,6 +82,7 @@ class ClusterState:
             phase=Phase(fields["phase"]),
             boot_id=str(fields["boot_id"]),
             nics=None if fields.get("nics") is None else int(fields["nics"]),
+            slurm_conf=tuple(fields.get("slurm_conf", ())),
         )
 
 

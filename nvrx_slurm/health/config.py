@@ -5,6 +5,7 @@
     budget_s: 10
     job_interval_s: 60
     state_dir: /var/lib/nvrx/health
+    hooks: {brake_share: 0.1}
     checks:
       gpu-throttle: off
       gpu-ecc: {mode: warn-only, timeout_s: 1}
@@ -21,6 +22,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -30,11 +32,28 @@ DEFAULT_PATH = Path("/etc/nvrx/health.yaml")
 DEFAULT_STATE_DIR = Path("/var/lib/nvrx/health")
 DEFAULT_BUDGET_S = 10.0
 DEFAULT_JOB_INTERVAL_S = 60.0
-_KEYS = ("budget_s", "job_interval_s", "state_dir", "checks")
+_KEYS = ("budget_s", "job_interval_s", "state_dir", "hooks", "checks")
 
 
 class ConfigError(ValueError):
     """The configuration can't be used; the message names file, key and what is accepted."""
+
+
+class HooksSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What Slurm's Prolog, Epilog and HealthCheckProgram do about what the checks find."""
+
+    brake_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    """So much of a partition may be drained for failures of one check, one node at least."""
+    deep_checks: tuple[str, ...] = ("gpu-probe",)
+    """Run besides the others in the epilog of a job that accuses the node."""
+    clean_up: bool = True
+    """The epilog ends processes that the job's user has left, and removes files in /dev/shm."""
+    clean_up_from_uid: Annotated[int, msgspec.Meta(ge=1)] = 1000
+    """Users below are the system's own, and may have services on the node."""
+    slurm_bin: Annotated[str, msgspec.Meta(pattern=r"^(/.*)?$")] = ""
+    """Where scontrol is, unless in the system's directories."""
+    slurm_conf: Annotated[str, msgspec.Meta(pattern=r"^(/.*)?$")] = ""
+    """What HealthCheckProgram uses, which slurmd does not tell; empty: Slurm's own default."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,7 @@ class HealthConfig:
     """How often the nodes of a job look at themselves beside its training."""
     state_dir: Path = DEFAULT_STATE_DIR
     checks: Mapping[str, Settings] = field(default_factory=dict)
+    hooks: HooksSettings = field(default_factory=HooksSettings)
 
     def of(self, check: Check) -> Settings:
         return self.checks.get(check.name, check.defaults)
@@ -106,7 +126,21 @@ def parse_config(text: str, name: str, checks: Mapping[str, Check]) -> HealthCon
             check: _settings(value, checks[check], f"{name}: checks: {check}")
             for check, value in given.items()
         },
+        hooks=_hooks(top.get("hooks"), f"{name}: hooks", checks),
     )
+
+
+def _hooks(value: object, where: str, checks: Mapping[str, Check]) -> HooksSettings:
+    accepted = [key.name for key in msgspec.structs.fields(HooksSettings)]
+    mapping = _mapping({} if value is None else value, where, accepted)
+    try:
+        settings = msgspec.convert(mapping, HooksSettings)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise ConfigError(f"{where}: {_readable(str(error))}") from error
+    for check in settings.deep_checks:
+        if check not in checks:
+            raise ConfigError(f"{where}: deep_checks: unknown check {check!r:.60}")
+    return settings
 
 
 def _settings(value: object, check: Check, where: str) -> Settings:

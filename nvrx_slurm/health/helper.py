@@ -17,18 +17,15 @@ from typing import BinaryIO
 import msgspec
 
 from nvrx_slurm.health.config import ConfigError, HealthConfig, load_config
-from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.node import JobContext, Node
 from nvrx_slurm.health.registry import all_checks
 from nvrx_slurm.health.report import HealthReport, examine, select
 from nvrx_slurm.health.result import Status
 from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.health.state import StateDir
-from nvrx_slurm.health.take_baseline import take_baseline
-from nvrx_slurm.health.unavailable import UnavailableError
+from nvrx_slurm.health.take_baseline import remember_baseline
 
 _NICENESS = 10
-_BASELINE_S = 5.0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -58,16 +55,8 @@ class Helper:
     def remember(self, report: HealthReport) -> None:
         """Make what the first good look has seen the baseline of the later ones."""
         if not self._has_baseline and report.status is not Status.FAIL:
-            # Not in this process, which forks again: a driver's library must not be open then.
-            call_isolated({"baseline": lambda: _take(replace(self.node))}, _BASELINE_S, bool)
+            remember_baseline(replace(self.node))
             self._has_baseline = True
-
-
-def _take(node: Node) -> bool:
-    with contextlib.suppress(UnavailableError):
-        take_baseline(node).save(node.state)
-        return True
-    return False
 
 
 def serve(helper: Helper, requests: BinaryIO, answers: BinaryIO) -> None:

@@ -56,6 +56,8 @@ class JobContext:
     """Indexes of the GPUs of this node that Slurm gave it; None: not told."""
     gpu_count: int | None = None
     """How many they are."""
+    accused: bool = False
+    """The job has held this node to be the cause of its faults."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> JobContext:

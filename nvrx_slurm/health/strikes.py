@@ -55,3 +55,8 @@ def apply(results: Sequence[CheckResult], state: StateDir, needed: Mapping[str, 
         with contextlib.suppress(UnavailableError):
             state.save(_NAME, counts)
     return judged
+
+
+def pending(state: StateDir) -> bool:
+    """Tell whether a failure has been seen that does not count yet, or counts now."""
+    return bool(state.load(_NAME, Counts))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nvrx_slurm.health.baseline import Baseline, PortBaseline
+from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.nics import Port, ports
 from nvrx_slurm.health.node import Node
 from nvrx_slurm.health.nvlinks import active_links
@@ -13,6 +14,7 @@ from nvrx_slurm.health.nvml import NvmlError
 from nvrx_slurm.health.unavailable import UnavailableError
 
 _T = TypeVar("_T")
+_BASELINE_S = 5.0
 
 
 def take_baseline(node: Node) -> Baseline:
@@ -38,6 +40,19 @@ def take_baseline(node: Node) -> Baseline:
         nvlinks=of_gpus(lambda gpu: active_links(node.nvml, gpu)[0]),
         ports={port.name: _port(node, port) for port in _or_none(lambda: ports(node.tree)) or ()},
     )
+
+
+def remember_baseline(node: Node) -> str:
+    """Take and save it in a process of its own; return why that can't be done, empty if it is.
+
+    Not in this process, which may fork again: a driver's library must not be open then, and may hang.
+    """
+
+    def take() -> bool:
+        take_baseline(node).save(node.state)
+        return True
+
+    return call_isolated({"baseline": take}, _BASELINE_S, bool)["baseline"].trouble
 
 
 def _or_none(read: Callable[[], _T]) -> _T | None:

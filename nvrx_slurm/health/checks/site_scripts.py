@@ -46,8 +46,9 @@ def site_scripts(node: Node, settings: SiteScriptsSettings) -> list[CheckResult]
 
     Runs every executable file of the directory, all at the same time. Exit code 0: ok, 1: warn, 2: fail,
     3: skip; the first line that it prints is the reason. Anything else, a time-out too, is a warn. NVRX_STAGE
-    in their environment tells the stage, SLURM_JOB_ID the job, SLURMD_NODENAME the node. Root runs only what
-    belongs to root and nobody else can write.
+    in their environment tells the stage, SLURM_JOB_ID the job, SLURMD_NODENAME the node; NVRX_ACCUSED is 1 in
+    the epilog of a job that has blamed the node. Root runs only what belongs to root and nobody else can
+    write.
     """
     directory = node.tree.at(settings.directory)
     names = [name for name in node.tree.names(settings.directory) if _is_script(name)]
@@ -97,6 +98,7 @@ def _call(node: Node, path: Path, timeout_s: float) -> Callable[[], object]:
         "NVRX_STAGE": node.stage.value,
         "SLURM_JOB_ID": node.job.job_id,
         "SLURMD_NODENAME": node.host,
+        "NVRX_ACCUSED": "1" if node.job.accused else "",
     }
 
     def run() -> Ended:
