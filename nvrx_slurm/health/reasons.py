@@ -12,8 +12,9 @@ from nvrx_slurm.health.result import Action, CheckResult
 
 PREFIX = "nvrx:"
 _MOST_CHARACTERS = 200
+_MOST_SCOPE = 80
 _UNFIT = re.compile(r"[^A-Za-z0-9_./-]+")
-_REASON = re.compile(r"nvrx:([a-z0-9-]+):([A-Za-z0-9_./-]+):([a-z]+) (\d{1,12}) (.*)", re.S)
+_REASON = re.compile(r"nvrx:([a-z0-9-]+):([A-Za-z0-9_./-]+):([a-z]+) ([0-9]{1,12})(?: (.*))?", re.S)
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,15 @@ class Reason:
 
     def __str__(self) -> str:
         text = f"{PREFIX}{self.check}:{self.scope}:{self.action.value} {self.since} {self.detail}"
-        return text[:_MOST_CHARACTERS]
+        return text[:_MOST_CHARACTERS].rstrip()
 
 
 def reason_for(result: CheckResult, now: float) -> Reason:
     """Return the reason to drain a node for ``result``."""
-    scope = _UNFIT.sub("-", result.scope).strip("-") or "node"
-    # Slurm ends a value at a quote or a new line, and shows control characters as they are.
-    detail = "".join(c if c.isprintable() and c not in "\"'`" else " " for c in result.evidence)
+    scope = _UNFIT.sub("-", result.scope).strip("-")[:_MOST_SCOPE] or "node"
+    # Slurm ends a value at a quote or a new line, shows control characters as they are, and adds [who@when].
+    plain = result.evidence.translate(str.maketrans("[]", "()"))
+    detail = "".join(c if c.isprintable() and c not in "\"'`" else " " for c in plain)
     return Reason(result.check, scope, result.action, int(now), " ".join(detail.split()))
 
 
@@ -46,4 +48,4 @@ def parse_reason(text: str) -> Reason | None:
     found = _REASON.fullmatch(text)
     if found is None or found[3] not in [action.value for action in Action]:
         return None
-    return Reason(found[1], found[2], Action(found[3]), int(found[4]), found[5])
+    return Reason(found[1], found[2], Action(found[3]), int(found[4]), found[5] or "")

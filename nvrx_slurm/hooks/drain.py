@@ -62,12 +62,19 @@ def _drain(admin: NodeAdmin, node: str, failure: CheckResult, share: float, now:
         return Drained(Outcome.BRAKED, f"NOT drained: {why}")
     reason = str(reason_for(failure, now))
     admin.drain(node, reason)
-    nodes = admin.node_records()
-    there = _find(nodes, node)
-    if there.reason == reason and (why := why_not(node, failure.check, nodes, share)):
+    if why := _second_thoughts(admin, node, reason, failure.check, share):
         admin.resume(node)
         return Drained(Outcome.BRAKED, f"NOT drained: {why}")
     return Drained(Outcome.DRAINED, f"drained: {reason}")
+
+
+def _second_thoughts(admin: NodeAdmin, node: str, reason: str, check: str, share: float) -> str:
+    """Return why the node must not stay drained; empty: it may, or somebody else has a reason now."""
+    try:
+        nodes = admin.node_records()
+    except SlurmUnavailableError:
+        return ""
+    return why_not(node, check, nodes, share) if _find(nodes, node).reason == reason else ""
 
 
 def _find(nodes: list[NodeRecord], node: str) -> NodeRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvrx_slurm.slurm import (
@@ -15,6 +15,7 @@ from nvrx_slurm.slurm import (
     UnknownJobError,
     expand_hostlist,
 )
+from nvrx_slurm.slurm.administration import NodeRecord
 
 
 def running_job(job_id: str, nodes: Sequence[str], **fields: object) -> Job:
@@ -102,3 +103,60 @@ class FakeSlurmClient:
         if order in self.refuses:
             raise SlurmRefusedError(self.refuses[order])
         self.jobs[job_id] = dataclasses.replace(job, **changes)  # type: ignore[arg-type]
+
+
+class FakeNodeAdmin:
+    """A :class:`~nvrx_slurm.slurm.administration.NodeAdmin` over values that a test sets and looks at.
+
+    Args:
+        nodes: all of partition ``batch``, and idle.
+    """
+
+    def __init__(self, *nodes: str, clock: Callable[[], float] = lambda: 1000.0) -> None:
+        self.records = {name: NodeRecord(name, "idle", partitions=("batch",)) for name in nodes}
+        self.orders: list[tuple[str, str]] = []
+        """``drain``, ``resume`` and ``start_elsewhere``, each with its node or job."""
+        self.jobs: dict[tuple[int, str], list[str]] = {}
+        """Ids by user and node."""
+        self.refusal: SlurmRefusedError | None = None
+        """Of every order."""
+        self.unavailable: SlurmUnavailableError | None = None
+        """Of every question and order."""
+        self.after_drain: Callable[[], None] = lambda: None
+        """What others do just after this one has drained its node."""
+        self._clock = clock
+
+    def set(self, name: str, state: str, reason: str = "", set_by: str = "root", since: int = 0) -> None:
+        self.records[name] = dataclasses.replace(
+            self.records[name], state=state, reason=reason, set_by=set_by, since=since
+        )
+
+    def node_records(self) -> list[NodeRecord]:
+        if self.unavailable is not None:
+            raise self.unavailable
+        return list(self.records.values())
+
+    def drain(self, node: str, reason: str) -> None:
+        self._order("drain", node)
+        self.set(node, "idle+drain", reason, since=int(self._clock()))
+        self.after_drain()
+
+    def resume(self, node: str) -> None:
+        self._order("resume", node)
+        # As 25.11 does: the reason stays.
+        self.set(node, "idle", self.records[node].reason)
+
+    def start_elsewhere(self, job_id: str) -> None:
+        self._order("start_elsewhere", job_id)
+
+    def jobs_of(self, uid: int, node: str) -> list[str]:
+        if self.unavailable is not None:
+            raise self.unavailable
+        return self.jobs.get((uid, node), [])
+
+    def _order(self, order: str, of: str) -> None:
+        if self.unavailable is not None:
+            raise self.unavailable
+        if self.refusal is not None:
+            raise self.refusal
+        self.orders.append((order, of))

@@ -1,0 +1,157 @@
+"""install-hooks and uninstall-hooks: what they write, and what they leave alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from health_world import CHECKS
+
+from nvrx_slurm.cli.health import main
+from nvrx_slurm.health.config import load_config
+from nvrx_slurm.hooks import install as install_module
+from nvrx_slurm.hooks.install import InstallError, hook_text, install, slurm_conf_lines, uninstall
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Path:
+    path = tmp_path / "nvrx-health"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    return tmp_path / "site"
+
+
+def tree(directory: Path) -> dict[str, str]:
+    """Everything below, and what it is."""
+    return {
+        str(path.relative_to(directory)): str(path.readlink()) if path.is_symlink() else path.read_text()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_hooks_link_and_configuration_are_written(prefix: Path, command: Path) -> None:
+    install(prefix, command, 45)
+    there = tree(prefix)
+    assert sorted(there) == [
+        "bin/nvrx-health",
+        "epilog.d/50-nvrx-health",
+        "health.yaml",
+        "periodic.d/50-nvrx-health",
+        "prolog.d/50-nvrx-health",
+    ]
+    assert there["bin/nvrx-health"] == str(command)
+    assert "\nlimit_s=45 " in there["prolog.d/50-nvrx-health"]
+    assert os.access(prefix / "prolog.d" / "50-nvrx-health", os.X_OK)
+    assert (prefix / "checks.d").is_dir()
+
+
+def test_the_configuration_that_is_written_is_accepted(prefix: Path, command: Path) -> None:
+    install(prefix, command, 30)
+    config = load_config(prefix / "health.yaml", CHECKS)
+    assert config.of(CHECKS["site-scripts"]).directory == f"{prefix}/checks.d"  # type: ignore[attr-defined]
+
+
+def test_twice_is_fine(prefix: Path, command: Path) -> None:
+    assert len(install(prefix, command, 30)) == 6
+    before = tree(prefix)
+    assert install(prefix, command, 30) == []
+    assert tree(prefix) == before
+
+
+def test_an_older_hook_is_replaced_and_a_changed_configuration_stays(prefix: Path, command: Path) -> None:
+    install(prefix, command, 30)
+    (prefix / "health.yaml").write_text("budget_s: 3\n")
+    hook = prefix / "epilog.d" / "50-nvrx-health"
+    hook.write_text(hook_text(30) + "# older\n")
+    assert install(prefix, command, 30) == [f"write {hook}"]
+    assert (prefix / "health.yaml").read_text() == "budget_s: 3\n"
+
+
+def test_a_dry_run_says_the_same_and_does_nothing(prefix: Path, command: Path) -> None:
+    said = install(prefix, command, 30, dry_run=True)
+    assert not prefix.exists()
+    assert said == [f"would {step}" for step in install(prefix, command, 30)]
+    would = uninstall(prefix, dry_run=True)
+    assert would == [f"would {step}" for step in uninstall(prefix)]
+
+
+def test_a_script_of_somebody_else_in_the_same_place_is_refused(prefix: Path, command: Path) -> None:
+    (prefix / "prolog.d").mkdir(parents=True)
+    (prefix / "prolog.d" / "50-nvrx-health").write_text("#!/bin/sh\n# mine\n")
+    with pytest.raises(InstallError, match="is not ours"):
+        install(prefix, command, 30)
+
+
+def test_uninstalling_leaves_nothing(prefix: Path, command: Path) -> None:
+    install(prefix, command, 30)
+    assert len(uninstall(prefix)) == 5
+    assert not prefix.exists()
+    assert uninstall(prefix) == []
+
+
+def test_uninstalling_leaves_what_the_site_has_made(prefix: Path, command: Path) -> None:
+    install(prefix, command, 30)
+    (prefix / "health.yaml").write_text("budget_s: 3\n")
+    (prefix / "checks.d" / "20-ipmi").write_text("#!/bin/sh\n")
+    (prefix / "prolog.d" / "10-quota").write_text("#!/bin/sh\n")
+    uninstall(prefix)
+    assert sorted(tree(prefix)) == ["checks.d/20-ipmi", "health.yaml", "prolog.d/10-quota"]
+
+
+def test_slurm_conf_names_all_three(prefix: Path) -> None:
+    lines = slurm_conf_lines(prefix)
+    assert f"Prolog={prefix}/prolog.d/*" in lines
+    assert f"Epilog={prefix}/epilog.d/*" in lines
+    assert f"HealthCheckProgram={prefix}/periodic.d/50-nvrx-health" in lines
+
+
+@pytest.mark.parametrize("where", ["relative", "/with space"])
+def test_a_prefix_that_slurm_conf_cannot_hold_is_refused(where: str, command: Path) -> None:
+    with pytest.raises(InstallError, match="accepted: an absolute path without white space"):
+        install(Path(where), command, 30)
+
+
+def test_a_limit_that_leaves_no_time_is_refused(prefix: Path, command: Path) -> None:
+    with pytest.raises(InstallError, match="accepted: 20s and more"):
+        install(prefix, command, 5)
+
+
+def test_a_slurm_in_another_place_is_noted(
+    prefix: Path, command: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install_module.shutil, "which", lambda name: f"/opt/slurm/bin/{name}")
+    monkeypatch.setenv("SLURM_CONF", "/opt/slurm/etc/slurm.conf")
+    install(prefix, command, 30)
+    hooks = load_config(prefix / "health.yaml", CHECKS).hooks
+    assert (hooks.slurm_bin, hooks.slurm_conf) == ("/opt/slurm/bin", "/opt/slurm/etc/slurm.conf")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_command_that_others_can_change_is_warned_of(prefix: Path, command: Path) -> None:
+    command.chmod(0o777)
+    assert install(prefix, command, 30)[0].startswith(
+        f"WARNING: {command}: others than its owner can write it"
+    )
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def test_the_command_prints_the_lines_of_slurm_conf_alone_on_standard_output(
+    prefix: Path, command: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(command)])
+    done = invoke("install-hooks", "--prefix", prefix)
+    assert done.stdout.splitlines() == slurm_conf_lines(prefix)
+    assert "scontrol reconfigure" in done.stderr
+    assert invoke("uninstall-hooks", "--prefix", prefix).exit_code == 0
+    assert not prefix.exists()
