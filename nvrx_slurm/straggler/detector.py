@@ -1,0 +1,252 @@
+"""``Detector``: what a training script calls."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from nvrx_slurm.straggler.callables import CallableId, WrappedCallables
+from nvrx_slurm.straggler.exchange import Alone, Exchange, ExchangeError, OverTorch
+from nvrx_slurm.straggler.gpu import find_gpu_times
+from nvrx_slurm.straggler.interval import ReportInterval
+from nvrx_slurm.straggler.report import Report
+from nvrx_slurm.straggler.reporting import SCORES, ReportGenerator
+from nvrx_slurm.straggler.sections import GpuTimes, Sections
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Running:
+    """Everything between :meth:`Detector.initialize` and :meth:`Detector.shutdown`."""
+
+    sections: Sections
+    gpu: GpuTimes | None
+    generator: ReportGenerator
+    interval: ReportInterval
+    collective: bool
+    """Reports need the other ranks."""
+    timeout_s: float
+    callables: WrappedCallables
+    exchange: OverTorch | None = None
+    given_up: object = None
+    """A process group of which a rank did not take part."""
+    interval_elapsed: bool = False
+
+    def others(self) -> Exchange:
+        """Return the way to the other ranks, made anew when the process group is another one.
+
+        Raises:
+            ExchangeError
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return Alone(0)
+        if not self.collective or dist.group.WORLD is self.given_up:
+            return Alone(dist.get_rank())
+        if self.exchange is None or not self.exchange.is_current:
+            self.generator.forget_ranks()
+            self.exchange = OverTorch(self.timeout_s)
+        return self.exchange
+
+    def give_up(self, error: ExchangeError) -> None:
+        """Ask nobody in this process group any more: who has missed one exchange would mistake the next."""
+        self.given_up = dist.group.WORLD
+        self.exchange = None
+        self.generator.forget_ranks()
+        _log.warning(
+            "one of the ranks did not take part in a report; until they meet anew this one reports on itself "
+            "alone: %s",
+            error,
+        )
+
+
+class Detector:
+    """Measures sections of this rank, and compares them with other ranks and other times.
+
+    It is used as a class, of which there is one state per process::
+
+        Detector.initialize()
+        for batch in batches:
+            with Detector.detection_section("step"):
+                step(batch)
+            report = Detector.generate_report_if_interval_elapsed()
+
+    A rank that is gone or late costs the others a report, never more than ``timeout_s``.
+    """
+
+    _running: ClassVar[_Running | None] = None
+
+    def __new__(cls) -> NoReturn:
+        raise RuntimeError("Detector is not instantiated: call its class methods")
+
+    @classmethod
+    def initialize(
+        cls,
+        scores_to_compute: str | Sequence[str] = "all",
+        gather_on_rank0: bool = True,
+        profiling_interval: int = 1,
+        report_time_interval: float = 60.0,
+        node_name: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Begin.
+
+        Args:
+            scores_to_compute: ``"all"``, or some of ``"relative_perf_scores"`` (to the fastest rank) and
+                ``"individual_perf_scores"`` (to this rank's own best).
+            gather_on_rank0: rank 0's report has all ranks and others get none; otherwise each has its own.
+            profiling_interval: one in so many entries of a section is measured.
+            report_time_interval: seconds between reports of :meth:`generate_report_if_interval_elapsed`.
+            node_name: of this rank; the host's name by default.
+            timeout_s: how long the other ranks are waited for in a report.
+
+        Raises:
+            RuntimeError: it has been called already.
+            ValueError: an argument is not accepted.
+        """
+        if cls._running is not None:
+            raise RuntimeError("Detector is initialized already: call Detector.shutdown() first")
+        if isinstance(profiling_interval, bool) or not (
+            isinstance(profiling_interval, int) and profiling_interval >= 1
+        ):
+            raise ValueError(f"profiling_interval is {profiling_interval!r}: an integer from 1 is accepted")
+        for name, seconds in (("report_time_interval", report_time_interval), ("timeout_s", timeout_s)):
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name} is {seconds!r}: seconds above 0 are accepted")
+        scores = _scores(scores_to_compute)
+        gpu = find_gpu_times()
+        cls._running = _Running(
+            sections=Sections(profiling_interval, gpu),
+            gpu=gpu,
+            generator=ReportGenerator(scores, gather_on_rank0, node_name or socket.gethostname()),
+            interval=ReportInterval(report_time_interval, profiling_interval),
+            collective=gather_on_rank0 or "relative_perf_scores" in scores,
+            timeout_s=timeout_s,
+            callables=WrappedCallables(),
+        )
+
+    @classmethod
+    def shutdown(cls) -> None:
+        """End, and put wrapped callables back; without :meth:`initialize` it does nothing."""
+        running, cls._running = cls._running, None
+        if running is not None:
+            running.callables.restore()
+            if running.exchange is not None:
+                running.exchange.close()
+
+    @classmethod
+    def detection_section(
+        cls, name: str | None = None, profile_cuda: bool = True
+    ) -> AbstractContextManager[None]:
+        """Return a context whose body is measured.
+
+        A body that raises is not. A section may be entered within itself and by several threads; each passage
+        counts for itself.
+
+        Args:
+            name: the same on all ranks; ``file:line`` of the caller by default.
+            profile_cuda: measure what the GPU does meanwhile, too, if there is one.
+
+        Raises:
+            RuntimeError: before :meth:`initialize`.
+        """
+        running = cls._running
+        if running is None:
+            raise _not_initialized()
+        if name is None:
+            caller = sys._getframe(1)
+            name = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        return running.sections.enter(name, profile_cuda=profile_cuda)
+
+    @classmethod
+    def wrap_callables(cls, callable_ids: Iterable[CallableId], profile_cuda: bool = True) -> None:
+        """Run each of the callables as a section with its own name, until :meth:`restore_original_callables`.
+
+        Raises:
+            RuntimeError: before :meth:`initialize`.
+            AttributeError, TypeError: one of them is not there or can't be called; none is wrapped then.
+        """
+        sections = cls._require().sections
+        cls._require().callables.wrap(
+            callable_ids, lambda name: sections.enter(name, profile_cuda=profile_cuda)
+        )
+
+    @classmethod
+    def restore_original_callables(cls) -> None:
+        """Undo all of :meth:`wrap_callables`."""
+        cls._require().callables.restore()
+
+    @classmethod
+    def generate_report(cls) -> Report | None:
+        """End a period, and report on it; every rank calls it, unless nothing is compared or gathered.
+
+        Returns:
+            None on other ranks than 0 of a gathered report, and if another rank did not take part, which is
+            said in the log.
+
+        Raises:
+            RuntimeError: before :meth:`initialize`.
+        """
+        running = cls._require()
+        sections = running.sections.summaries()
+        kernels = running.gpu.summaries() if running.gpu is not None else {}
+        try:
+            return running.generator.generate(sections, kernels, running.others())
+        except ExchangeError as error:
+            running.give_up(error)
+            return None
+
+    @classmethod
+    def generate_report_if_interval_elapsed(cls) -> Report | None:
+        """Call once an iteration on every rank: a report, every ``report_time_interval`` or so.
+
+        Raises:
+            RuntimeError: before :meth:`initialize`.
+        """
+        running = cls._require()
+
+        def longest(value: float) -> float:
+            return -float(running.others().smallest(torch.tensor([-value], dtype=torch.float64)))
+
+        try:
+            running.interval_elapsed = running.interval.iterate(longest)
+        except ExchangeError as error:
+            running.give_up(error)
+            running.interval_elapsed = False
+        return cls.generate_report() if running.interval_elapsed else None
+
+    @classmethod
+    def is_interval_elapsed(cls) -> bool:
+        """Tell whether the last :meth:`generate_report_if_interval_elapsed` was due to report.
+
+        Raises:
+            RuntimeError: before :meth:`initialize`.
+        """
+        return cls._require().interval_elapsed
+
+    @classmethod
+    def _require(cls) -> _Running:
+        if cls._running is None:
+            raise _not_initialized()
+        return cls._running
+
+
+def _not_initialized() -> RuntimeError:
+    return RuntimeError("Detector is not initialized: call Detector.initialize() first")
+
+
+def _scores(chosen: str | Sequence[str]) -> frozenset[str]:
+    if chosen == "all":
+        return frozenset(SCORES)
+    names = [chosen] if isinstance(chosen, str) else list(chosen)
+    if not names or not set(names) <= set(SCORES):
+        raise ValueError(f"scores_to_compute is {chosen!r}: 'all' or some of {', '.join(SCORES)} is accepted")
+    return frozenset(names)

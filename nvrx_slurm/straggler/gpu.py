@@ -1,0 +1,63 @@
+"""What a GPU does in sections, measured by CUDA events on the current stream."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+
+from nvrx_slurm.straggler.sections import MAX_SAMPLES, GpuTimes
+from nvrx_slurm.straggler.statistic import Statistic, summarize
+
+_log = logging.getLogger(__name__)
+
+
+class EventTimes:
+    """Times sections by pairs of CUDA events; ``section:NAME`` then stands for a kernel.
+
+    An event costs a few microseconds of the host and none of the GPU's time. Pairs are reused. Nothing is
+    waited for before :meth:`summaries`.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+        self._pairs: deque[tuple[str, Any, Any]] = deque(maxlen=MAX_SAMPLES)
+
+    def begin(self) -> object:
+        event = self._event()
+        event.record()
+        return event
+
+    def end(self, section: str, begun: object) -> None:
+        if not section:
+            self._free.append(begun)
+            return
+        event = self._event()
+        event.record()
+        self._pairs.append((f"section:{section}", begun, event))
+
+    def summaries(self) -> dict[str, dict[Statistic, float]]:
+        torch.cuda.synchronize()
+        samples: dict[str, list[float]] = {}
+        for _ in range(len(self._pairs)):
+            name, begun, ended = self._pairs.popleft()
+            samples.setdefault(name, []).append(begun.elapsed_time(ended) * 1e3)
+            self._free += (begun, ended)
+        return {name: summary for name, times in samples.items() if (summary := summarize(times))}
+
+    def _event(self) -> Any:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True)
+
+
+def find_gpu_times() -> GpuTimes | None:
+    """Return what measures this rank's GPU, None without one; a downgrade is said once, in the log."""
+    if not torch.cuda.is_available():
+        _log.info("no CUDA device: sections are timed on the CPU only")
+        return None
+    _log.warning("kernels are not timed one by one: sections are timed by CUDA events")
+    return EventTimes()
