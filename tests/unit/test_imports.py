@@ -26,6 +26,8 @@ MODULES = [
     "nvrx_slurm.coordinator.job",
     "nvrx_slurm.coordinator.store",
     "nvrx_slurm.checkpointing.storage",
+    "nvrx_slurm.checkpointing.storage.manifest",
+    "nvrx_slurm.checkpointing.async_ckpt.worker",
     "nvrx_slurm.agent.agent",
     "nvrx_slurm.agent.worker_server",
     *(f"nvrx_slurm.cli.{command}" for command in COMMANDS),

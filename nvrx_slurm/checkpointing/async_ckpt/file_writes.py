@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nvrx_slurm.checkpointing.storage.layout import FileImage, lay_out
@@ -16,8 +16,18 @@ class FileWrites:
     directly, it writes the files at once, from the tensors as they are.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, object]]) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[Path, object]],
+        when_failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            when_failed: told of what goes wrong in a direct call, which then raises nothing: for whoever
+                tells other ranks.
+        """
         self._files = tuple(files)
+        self._when_failed = when_failed
 
     def images(self) -> list[tuple[Path, FileImage]]:
         """Lay out what is not yet.
@@ -31,5 +41,10 @@ class FileWrites:
         ]
 
     def __call__(self, *_arguments: object, **_keywords: object) -> None:
-        for path, image in self.images():
-            write_file(path, image)
+        try:
+            for path, image in self.images():
+                write_file(path, image)
+        except Exception as error:
+            if self._when_failed is None:
+                raise
+            self._when_failed(error)

@@ -1,7 +1,9 @@
 """Checksums of the parts of a file, kept in the file itself; needs no torch.
 
-The table is a record of the zip archive that torch.save writes, so torch reads the file as ever. It lists
-where each tensor storage lies and the XXH3 of its bytes (xxhash.com); one more XXH3 covers everything else.
+The table lists where each tensor storage lies and the XXH3 of its bytes (xxhash.com); one more XXH3 covers
+everything else. In a file as torch.save writes it, it is a record of the zip archive; in a file of
+torch.distributed.checkpoint it stands at the end, behind everything that ``.metadata`` points to. Either way
+torch reads the file as ever.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from nvrx_slurm.regular_file import open_regular
 RECORD = "nvrx/checksums"
 _MAGIC = b"NVRXSUM1"
 _HEAD = struct.Struct("<8sQQ")  # magic, number of regions, checksum of everything outside of them
+_TRAILER = struct.Struct("<8sQ")  # magic, size of the table before it
+_TRAILER_MAGIC = b"NVRXEND1"
 _ENTRY = struct.Struct("<QQQ")  # offset, length, checksum
 _LOCAL_HEADER = 30  # bytes before the name; lengths of name and extra field end it (APPNOTE.TXT 4.3.7)
 _SEARCHED = 64 << 20
@@ -49,6 +53,9 @@ class Region:
     def end(self) -> int:
         return self.offset + self.length
 
+    def overlaps(self, other: Region) -> bool:
+        return self.offset < other.end and other.offset < self.end
+
 
 def checksum(data: Buffer) -> int:
     """Return the XXH3 of ``data``, 64 bits."""
@@ -58,6 +65,11 @@ def checksum(data: Buffer) -> int:
 def table_size(regions: int) -> int:
     """Return how many bytes a table of so many regions takes."""
     return _HEAD.size + regions * _ENTRY.size
+
+
+def encode_trailer(table: int) -> bytes:
+    """Return what ends a file whose last part is a table of so many bytes."""
+    return _TRAILER.pack(_TRAILER_MAGIC, table)
 
 
 def encode_table(regions: Sequence[Region], sums: Sequence[int], rest: int) -> bytes:
@@ -85,8 +97,11 @@ def gaps(regions: Iterable[Region], size: int) -> Iterator[Region]:
         yield Region(position, size - position)
 
 
-def verify_file(path: Path | str) -> Verification:
-    """Read a file that ``storage.save`` or torch.save wrote, and check every bit.
+def verify_file(path: Path | str, parts: Sequence[Region] | None = None) -> Verification:
+    """Read a file that ``storage.save``, a checkpoint writer or torch.save wrote, and check every bit.
+
+    Args:
+        parts: check only the tensors in these, and what is no tensor; None checks all.
 
     Raises:
         CorruptCheckpointError: it is no whole archive, or its bits are not those that were written.
@@ -102,14 +117,14 @@ def verify_file(path: Path | str) -> Verification:
             image.madvise(mmap.MADV_SEQUENTIAL)
             view = memoryview(image)
             try:
-                return _verify(path, image, view)
+                return _verify(path, image, view, parts)
             finally:
                 view.release()
     finally:
         os.close(fd)
 
 
-def _verify(path: Path, image: mmap.mmap, view: memoryview) -> Verification:
+def _verify(path: Path, image: mmap.mmap, view: memoryview, parts: Sequence[Region] | None) -> Verification:
     table = _find_table(path, view)
     if table is None:
         if image.rfind(_MAGIC, max(0, len(image) - _SEARCHED)) >= 0:
@@ -124,15 +139,21 @@ def _verify(path: Path, image: mmap.mmap, view: memoryview) -> Verification:
     regions = []
     for offset, length, expected in _ENTRY.iter_unpack(content[_HEAD.size :]):
         region = Region(offset, length)
+        regions.append(region)
+        if parts is not None and not any(region.overlaps(part) for part in parts):
+            continue
         if region.end > len(view) or checksum(view[region.offset : region.end]) != expected:
             raise CorruptCheckpointError(path, f"the tensor at byte {offset} is not what was written")
-        regions.append(region)
     if checksum_around(view, sorted([*regions, table], key=lambda each: each.offset), len(view)) != rest:
         raise CorruptCheckpointError(path, "what lies between the tensors is not what was written")
     return Verification.INTACT
 
 
 def _find_table(path: Path, view: memoryview) -> Region | None:
+    if len(view) >= _TRAILER.size:
+        magic, length = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
+        if magic == _TRAILER_MAGIC and length <= len(view) - _TRAILER.size:
+            return Region(len(view) - _TRAILER.size - length, length)
     try:
         with zipfile.ZipFile(path) as archive:
             found = [info for info in archive.infolist() if info.filename.endswith("/" + RECORD)]

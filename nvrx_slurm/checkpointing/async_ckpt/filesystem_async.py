@@ -1,0 +1,224 @@
+"""Checkpoints of torch.distributed.checkpoint, written in the background.
+
+The directory is one that ``torch.distributed.checkpoint.load`` reads. Data files get their names when they
+are whole and on disk; ``.metadata``, without which there is no checkpoint, comes last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import io
+import os
+import pickle
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    SerializationFormat,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
+from nvrx_slurm.checkpointing.storage import manifest
+from nvrx_slurm.checkpointing.storage.bundle import Bundle
+from nvrx_slurm.checkpointing.storage.durable import make_directory
+from nvrx_slurm.checkpointing.storage.layout import FileImage, lay_out
+
+_SUFFIX = ".distcp"
+_results_queue = None  # looked for by users of NVIDIA's package; results need no queue here
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> None:
+    """Return None: what was written is known before it is written."""
+    del mp_mode
+
+
+_get_write_results_queue = get_write_results_queue
+
+
+class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
+    """A storage writer for :func:`~.state_dict_saver.save_state_dict_async_plan`; one for each save."""
+
+    can_run_decentralized_global_plan = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            path: of the checkpoint, a directory that all ranks see.
+            args, kwargs: as torch's ``FileSystemWriter``; ``thread_count`` is the number of files that
+                are written at a time.
+            separation_hint: tensors whose name begins with it go to files of their own.
+            is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: without effect; the
+                worker writes with threads, and snapshots are always in memory that is used again.
+
+        Raises:
+            NotImplementedError: MSC, transforms, other formats than torch.save's, a file per tensor.
+            ValueError: a separation hint with fewer than two threads.
+        """
+        del is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors
+        super().__init__(path, *args, **kwargs)
+        if use_msc:
+            raise NotImplementedError("use_msc: NVIDIA's multi-storage client is not supported")
+        if not self.single_file_per_rank:
+            raise NotImplementedError("single_file_per_rank=False is not supported")
+        if self.transforms.extensions:
+            raise NotImplementedError("stream extensions are not supported")
+        if self.serialization_format != SerializationFormat.TORCH_SAVE:
+            raise NotImplementedError(f"{self.serialization_format} is not supported, TORCH_SAVE is")
+        if separation_hint is not None and self.thread_count < 2:
+            raise ValueError(f"separation_hint needs a thread_count of at least 2, not {self.thread_count}")
+        self._separation_hint = separation_hint
+        self._writes: FileWrites | None = None
+        self._results: list[WriteResult] = []
+        self._failure: BaseException | None = None
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Make the directory."""
+        make_directory(self.path)
+        if manifest.is_committed(self.path) and not self.overwrite:
+            raise RuntimeError(f"{self.path} holds a checkpoint, and overwrite is False")
+        return plan
+
+    def prepare_decentralized_global_plan(self, plan: Any) -> Any:
+        """Name this rank's files as the coordinator would."""
+        return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
+
+    def prepare_write_data(self, plan: Any, planner: Any) -> None:
+        """Lay this rank's files out. What goes wrong is an error of the save, for all ranks."""
+        try:
+            self._writes = self._lay_out(plan, planner)
+        except Exception as error:
+            self._failure = error
+            self._writes = _failing(error)
+
+    def _lay_out(self, plan: Any, planner: Any) -> FileWrites | None:
+        # Files of the checkpoint that is there now stay until the new one is committed.
+        generation = f".{secrets.token_hex(4)}" if manifest.is_committed(self.path) else ""
+        files: list[tuple[Path, object]] = []
+        for number, (group, items) in enumerate(self._buckets(plan.items)):
+            name = f"{group}{plan.storage_data.prefix}{number}{generation}{_SUFFIX}"
+            bundle = Bundle()
+            for item in items:
+                self._results.append(_add(bundle, item, planner.resolve_data(item), name))
+            files.append((Path(self.path) / name, bundle.image()))
+        return FileWrites(files, when_failed=self._note_failure) if files else None
+
+    def _buckets(self, items: list[Any]) -> Iterable[tuple[str, list[Any]]]:
+        hint = self._separation_hint
+        if hint is None:
+            return [("", bucket) for bucket in split_evenly(items, self.thread_count)]
+        hinted = [item for item in items if item.index.fqn.startswith(hint)]
+        others = [item for item in items if not item.index.fqn.startswith(hint)]
+        bins = self.thread_count // 2
+        return [("", b) for b in split_evenly(others, bins)] + [(hint, b) for b in split_evenly(hinted, bins)]
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
+        """Return ``async_fn``, ``preload_fn``, ``async_fn_args`` of a request, None if nothing is to do."""
+        if self._writes is None:
+            return None, None, []
+        return self._writes, None, [self.rank, None, None]
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Not for this writer.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("save with save_state_dict_async_plan, or with torch's FileSystemWriter")
+
+    def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
+        """Return what this rank has written, or what went wrong as torch passes it between ranks."""
+        if self._failure is not None:
+            return _wrap_exception(RuntimeError(f"Worker failure: {self._failure}"))  # type: ignore[no-any-return]
+        return self._results
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
+        """Commit the checkpoint: on the coordinator, when all ranks have written."""
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {each.index: each.storage_data for rank in results for each in rank}
+        metadata.storage_meta = self.storage_meta()
+        names = {place.relative_path for place in metadata.storage_data.values()}
+        manifest.commit(Path(self.path), pickle.dumps(metadata), names)
+
+
+def split_evenly(items: list[Any], bins: int) -> list[list[Any]]:
+    """Split items so that each bin gets about as many bytes; bins that would be empty are left out."""
+    if bins == 1:
+        return [items] if items else []
+    buckets: list[list[Any]] = [[] for _ in range(bins)]
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    for number, item in enumerate(objects):
+        buckets[number % bins].append(item)
+    heap = [(0, number) for number in range(bins)]
+    for item in sorted(tensors, key=lambda item: item.tensor_storage_size(), reverse=True):
+        size, number = heapq.heappop(heap)
+        buckets[number].append(item)
+        heapq.heappush(heap, (size + item.tensor_storage_size(), number))
+    return [bucket for bucket in buckets if bucket]
+
+
+def _add(bundle: Bundle, item: Any, data: Any, name: str) -> WriteResult:
+    if isinstance(data, io.BytesIO):
+        place = bundle.add_bytes(data.getvalue())
+    else:
+        place = bundle.add_image(_image_of(data.detach()))
+    info = _StorageInfo(name, place.offset, place.length)
+    return WriteResult(index=item.index, size_in_bytes=place.length, storage_data=info)
+
+
+def _image_of(tensor: Any) -> FileImage:
+    if type(tensor) is not torch.Tensor or tensor.is_quantized or tensor.layout != torch.strided:
+        return lay_out(tensor, with_table=False)
+    size = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() != size or not tensor.is_contiguous():
+        # torch.save would write all of the storage that it views
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if not size or tensor.is_conj() or tensor.is_neg():
+        return lay_out(tensor, with_table=False)
+    kind = (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+    if kind not in _templates:
+        _templates[kind] = _filled(lay_out(tensor, with_table=False), None, ())
+    return _filled(_templates[kind], tensor.untyped_storage(), (tensor,))
+
+
+_templates: dict[tuple[Any, ...], FileImage] = {}
+"""Files of contiguous tensors, by what makes them differ: to pickle is dear where there are many tensors."""
+
+
+def _filled(image: FileImage, storage: Any, tensors: tuple[Any, ...]) -> FileImage:
+    (hole,) = image.holes
+    return dataclasses.replace(image, holes=(dataclasses.replace(hole, storage=storage),), tensors=tensors)
+
+
+def _failing(error: Exception) -> FileWrites:
+    class Failing(FileWrites):
+        def images(self) -> list[tuple[Path, FileImage]]:
+            raise error
+
+    return Failing([], when_failed=lambda _error: None)

@@ -1,0 +1,259 @@
+"""One of two gloo ranks that save with torch.distributed.checkpoint; writes what it saw as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+
+from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, AsyncSaveError
+from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+PATIENCE_S = 60.0
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / text).write_text(text)
+
+
+def write_when(go: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not go.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    go.with_suffix(".seen").touch()
+
+
+def fail(message: str) -> None:
+    raise ArithmeticError(message)
+
+
+class Scenes:
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.queue = AsyncCallsQueue()
+        self.mesh = init_device_mesh("cpu", (2,))
+
+    def schedule(self, state: dict[str, Any], path: Path, **how: Any) -> FileSystemWriterAsync:
+        cache = how.pop("cache", None)
+        writer = FileSystemWriterAsync(path, **how)
+        plan = save_state_dict_async_plan(state, writer, enable_cache=cache is not None, metadata_cache=cache)
+        save, preload, arguments = writer.get_save_function_and_args()
+        finish = partial(save_state_dict_async_finalize, *plan)
+        self.queue.schedule_async_request(AsyncRequest(save, arguments, [finish], preload_fn=preload))
+        return writer
+
+    def save(self, state: dict[str, Any], path: Path, **how: Any) -> None:
+        self.schedule(state, path, **how)
+        self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def trained(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(700, 900), nn.ReLU(), nn.Linear(900, 3))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=self.mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.step(model, optimizer)
+        return model, optimizer
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.randn(4, 700)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sharded_model_and_optimizer(self) -> dict[str, Any]:
+        """FSDP2: saved while training goes on, read by plain torch."""
+        model, optimizer = self.trained()
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        before = clone(state)
+        self.schedule(state, self.folder / "fsdp2")
+        for _ in range(3):
+            self.step(model, optimizer)
+        self.queue.maybe_finalize_async_calls(blocking=True)
+        changed = not equal(before, state)
+        blank = zeroed(before)
+        dcp.load(blank, checkpoint_id=self.folder / "fsdp2")
+        verified = zeroed(before)
+        dcp.load(verified, storage_reader=CachedMetadataFileSystemReader(self.folder / "fsdp2"))
+        full = {name: tensor.full_tensor() for name, tensor in before["model"].items()}
+        alone = {"model": {name: torch.zeros_like(tensor) for name, tensor in full.items()}}
+        dcp.load(alone, checkpoint_id=self.folder / "fsdp2", no_dist=True)
+        return {
+            "training went on": changed,
+            "plain load": equal(before, blank),
+            "verified load": equal(before, verified),
+            "one process loads the whole": equal(full, alone["model"]),
+        }
+
+    def fsdp1(self) -> dict[str, Any]:
+        model = FullyShardedDataParallel(nn.Linear(64, 65), device_id=torch.device("cpu"))
+        kind = StateDictType.SHARDED_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            state = model.state_dict()
+            before = [shard.tensor.clone() for each in state.values() for shard in each.local_shards()]
+            self.save(state, self.folder / "fsdp1")
+            for each in state.values():
+                for shard in each.local_shards():
+                    shard.tensor.zero_()
+            dcp.load(state, checkpoint_id=self.folder / "fsdp1")
+        after = [shard.tensor for each in state.values() for shard in each.local_shards()]
+        return {"loaded": all(map(torch.equal, before, after)) and any(t.any() for t in after)}
+
+    def several_files(self) -> dict[str, Any]:
+        state = {f"{kind}.{i}": torch.full((50 + i,), float(i)) for kind in "ab" for i in range(9)}
+        state |= {"view": torch.arange(100.0)[10:20], "transposed": torch.arange(6.0).view(2, 3).t(), "n": 5}
+        path = self.folder / "files"
+        self.save(state, path, thread_count=4, separation_hint="b")
+        loaded = zeroed(state)
+        dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(path))
+        dist.barrier()
+        return {"equal": equal(state, loaded), "files": sorted(each.name for each in path.iterdir())}
+
+    def ranks_finish_at_different_calls(self) -> dict[str, Any]:
+        go = self.folder / f"go{self.rank}"
+        self.queue.schedule_async_request(AsyncRequest(write_when, (go,), []))
+        if self.rank == 0:
+            go.touch()
+            self.queue._pending[0].ticket.wait(PATIENCE_S)
+        early = self.queue.maybe_finalize_async_calls()
+        go.touch()
+        return {"early": early, "late": len(self.queue.maybe_finalize_async_calls(blocking=True))}
+
+    def one_rank_fails(self) -> dict[str, Any]:
+        return self.refused(AsyncRequest(fail if self.rank else str, ("broken",), []))
+
+    def one_rank_cannot_pickle(self) -> dict[str, Any]:
+        return self.refused(AsyncRequest((lambda _text: None) if self.rank else str, ("",), []))
+
+    def refused(self, request: AsyncRequest) -> dict[str, Any]:
+        finalized: list[bool] = []
+        request.add_finalize_fn(lambda: finalized.append(True))
+        self.queue.schedule_async_request(request)
+        try:
+            self.queue.maybe_finalize_async_calls(blocking=True)
+        except AsyncSaveError as error:
+            self.save({"a": torch.ones(3)}, self.folder / "again")
+            return {"error": str(error).splitlines()[0], "finalized": finalized}
+        return {"error": None, "finalized": finalized}
+
+    def a_synchronous_save_fails_on_one_rank(self) -> dict[str, Any]:
+        path = self.folder / "sync"
+        writer = FileSystemWriterAsync(path)
+        plan = save_state_dict_async_plan({str(self.rank): torch.ones(3)}, writer)
+        save, _, arguments = writer.get_save_function_and_args()
+        if self.rank:
+            save.images = lambda: fail("disk is full")  # type: ignore[union-attr]
+        finish = partial(save_state_dict_async_finalize, *plan)
+        try:
+            AsyncRequest(save, arguments, [finish]).execute_sync()
+        except CheckpointException as error:
+            return {"error": str(error), "committed": (path / ".metadata").exists()}
+        return {"error": None}
+
+    def structure_changes_between_cached_saves(self) -> dict[str, Any]:
+        cache = CheckpointMetadataCache()
+        state = {"a": torch.ones(5), f"own{self.rank}": torch.ones(2)}
+        reused = []
+        for number in range(4):
+            if number == 3:
+                state["added"] = torch.full((4,), 3.0)
+            self.save(state, self.folder / f"cached{number}", cache=cache)
+            reused.append(cache.validated_cache_reuse)
+        loaded = zeroed(state)
+        dcp.load(loaded, checkpoint_id=self.folder / "cached3")
+        second = zeroed({"a": state["a"]})
+        dcp.load(second, checkpoint_id=self.folder / "cached2")
+        return {"reused": reused, "equal": equal(state, loaded) and equal({"a": state["a"]}, second)}
+
+    def overwriting(self) -> dict[str, Any]:
+        path = self.folder / "over"
+        seen = []
+        for value in (1.0, 2.0):
+            self.schedule({str(self.rank): torch.full((9,), value)}, path)
+            if value == 2.0:
+                self.queue._pending[0].ticket.wait(PATIENCE_S)
+                dist.barrier()
+                seen.append(loaded_value(path, self.rank))  # written, not committed
+            self.queue.maybe_finalize_async_calls(blocking=True)
+            seen.append(loaded_value(path, self.rank))
+        dist.barrier()
+        return {"seen": seen, "files": len(list(path.glob("*.distcp"))), "all": len(list(path.iterdir()))}
+
+
+def loaded_value(path: Path, rank: int) -> float:
+    state = {str(rank): torch.zeros(9)}
+    dcp.load(state, storage_reader=CachedMetadataFileSystemReader(path))
+    return float(state[str(rank)].unique().item())
+
+
+def clone(value: Any) -> Any:
+    return mapped(value, lambda tensor: tensor.clone())
+
+
+def zeroed(value: Any) -> Any:
+    return mapped(value, torch.zeros_like)
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {key: mapped(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [mapped(each, change) for each in value]
+    return change(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, torch.Tensor):
+        return torch.equal(local(left), local(right))
+    return bool(left == right)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    scenes = Scenes(rank, folder)
+    saw = {}
+    for name, scene in vars(Scenes).items():
+        if name in sys.argv[3:]:
+            try:
+                saw[name] = scene(scenes)
+            except BaseException:
+                saw[name] = {"traceback": traceback.format_exc()}
+            (folder / f"saw{rank}.json").write_text(json.dumps(saw))
+    scenes.queue.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
