@@ -59,6 +59,10 @@ class Culprit:
     rank: int | None = None
     exclude: Exclude = Exclude.NO
     """What the evidence allows; NO where the node's name is not certain."""
+    by_traces: bool = False
+    """Flight Recorder traces show it."""
+    forgeable: bool = False
+    """What implicates it is a text that a program of the job can print."""
 
 
 def confidence(choice: Choice, missing: int) -> float:
@@ -117,10 +121,15 @@ def _named_parts(finding: Finding, node: str | None, sure: float, exclude: Exclu
     pci, device = _PCI.search(finding.excerpt), _DEVICE.search(finding.excerpt)
     gpu = (pci.group(1) or pci.group(2)) if pci else device.group(1) if device else None
     if finding.rank is not None:
-        return [Culprit(Kind.RANK, str(finding.rank), sure, (reason,), node, finding.rank, exclude)]
-    if gpu is not None and finding.family.scope.value == "gpu":
-        return [Culprit(Kind.GPU, gpu, sure, (reason,), node, None, exclude)]
-    return [Culprit(Kind.NODE, node, sure, (reason,), node, None, exclude)] if node else []
+        kind, name, rank = Kind.RANK, str(finding.rank), finding.rank
+    elif gpu is not None and finding.family.scope.value == "gpu":
+        kind, name, rank = Kind.GPU, gpu, None
+    elif node:
+        kind, name, rank = Kind.NODE, node, None
+    else:
+        return []
+    forgeable = not finding.trusted
+    return [Culprit(kind, name, sure, (reason,), node, rank, exclude, forgeable=forgeable)]
 
 
 def _node(node: str, sure: float, reason: str, exclude: Exclude) -> Culprit:
@@ -141,6 +150,7 @@ def _of_flight(flight: FlightReport) -> list[Culprit]:
             found.node,
             found.rank,
             Exclude.REPEAT if found.kind in _EXCLUDING_CLASSES else Exclude.NO,
+            by_traces=True,
         )
         for found in flight.culprits
     ]

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault
 from nvrx_slurm.attribution.flight_recorder import Place
+from nvrx_slurm.attribution.history import Attempt, read_history
 from nvrx_slurm.attribution.logs.finding import Source, SourceKind
 from nvrx_slurm.journal import (
     CheckpointSaved,
+    CycleAttributed,
     CycleStarted,
     FaultDetected,
     FaultKind,
     FirstStep,
+    JobStarted,
     NodeLost,
     Progress,
     RankReady,
@@ -42,6 +45,23 @@ def last_faulty_cycle(records: Sequence[Record]) -> int | None:
     return faulty[-1] if faulty else started[-1] if started else None
 
 
+def earlier_attempts(run_dir: Path, records: Iterable[Record], cycle: int) -> list[Attempt]:
+    """Return the history that counts for ``cycle``: of the same job, requeues included, and the same program.
+
+    Raises:
+        OSError: the history is there and cannot be read.
+    """
+    first, program = 0, None
+    for record in records:
+        if record.cycle <= cycle and isinstance(record.event, JobStarted):
+            before, program = program, (record.job, record.event.argv)
+            if program != before:
+                first = record.cycle
+    # A cycle that was attributed again counts once.
+    attempts = {attempt.cycle: attempt for attempt in read_history(run_dir)}
+    return [attempts[number] for number in sorted(attempts) if first <= number < cycle]
+
+
 def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None = None) -> CycleEvidence:
     """Return what the run directory holds of one cycle, by default the last that a fault ended.
 
@@ -49,7 +69,11 @@ def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None =
         NoSuchCycleError
     """
     number = last_faulty_cycle(records) if cycle is None else cycle
-    mine = [record for record in records if record.cycle == number]
+    mine = [
+        record
+        for record in records
+        if record.cycle == number and not isinstance(record.event, CycleAttributed)
+    ]
     if number is None or not mine:
         known = cycles_of(records)
         there = f"cycles {known[0]} to {known[-1]}" if known else "no cycle yet"

@@ -162,23 +162,20 @@ def job_command(
 ) -> None:
     """Attribute what ended a cycle of an nvrx-srun job."""
     from nvrx_slurm.attribution.attribute import as_attempt
-    from nvrx_slurm.attribution.from_journal import NoSuchCycleError, cycle_evidence
-    from nvrx_slurm.attribution.history import append_history, read_history
+    from nvrx_slurm.attribution.from_journal import NoSuchCycleError, cycle_evidence, earlier_attempts
+    from nvrx_slurm.attribution.history import append_history
     from nvrx_slurm.journal import JournalError, read_journal
 
     journal = _locate(run)
     rules, config = _load(rules_file, policy_file)
     try:
-        evidence = cycle_evidence(journal.parent, read_journal(journal), cycle)
+        records = read_journal(journal)
+        evidence = cycle_evidence(journal.parent, records, cycle)
     except (JournalError, NoSuchCycleError) as error:
         raise _Refused(str(error)) from error
     except OSError as error:
         raise _Refused(f"{journal}: {error.strerror or error}") from error
-    earlier = [
-        attempt
-        for attempt in _or_refuse(lambda: read_history(journal.parent))
-        if (attempt.attempt, attempt.cycle) < (evidence.attempt, evidence.cycle)
-    ]
+    earlier = _or_refuse(lambda: earlier_attempts(journal.parent, records, evidence.cycle))
     if follow:
         result = _follow(evidence, rules, config, quiet=as_json, history=earlier)
     else:

@@ -35,10 +35,18 @@ _KEYS = {
     "per_cycle_applog_prefix": "per_cycle_applog_prefix",
     "health": "health_checks",
     "health_config": "health_config",
+    "ft_attribution": "attribution",
+    "ft_attribution_stop_action": "attribution_stop_action",
 }
 """Parameter to key of the configuration."""
 
-_SWITCHES = {"calc_ft_timeouts", "numa_bind_strict", "install_exception_hook", "health_checks"}
+_SWITCHES = {
+    "calc_ft_timeouts",
+    "numa_bind_strict",
+    "install_exception_hook",
+    "health_checks",
+    "attribution",
+}
 _ON_OFF = click.Choice(["on", "off", "true", "false"], case_sensitive=False)
 
 _OPTIONS = [
@@ -174,6 +182,19 @@ _OPTIONS = [
         "--health-config",
         type=click.Path(path_type=Path),
         help="What they check, and with which thresholds.  [default: /etc/nvrx/health.yaml, if it is there]",
+    ),
+    click.option(
+        "--ft-attribution",
+        type=_ON_OFF,
+        metavar="on|off",
+        help="Find out in the background, from logs and traces, what ended a cycle, and tell it."
+        "  [default: on]",
+    ),
+    click.option(
+        "--ft-attribution-stop-action",
+        type=click.Choice(["log", "no-restart"]),
+        help="When that finds that another try would end the same: log tells it, no-restart ends the job at "
+        "the first moment when that costs no training.  [default: log]",
     ),
     click.option(
         "--ft-config",

@@ -112,7 +112,6 @@ FOREIGN_FLAGS = (
     _refused("--ft-attribution-llm-base-url", NO_SERVICE),
     _refused("--ft-attribution-llm-model", NO_SERVICE),
     _refused("--ft-attribution-analysis-backend", NO_SERVICE),
-    _refused("--ft-attribution-stop-action", NO_SERVICE, "log"),
     _refused("--ft-attribution-log-level", NO_SERVICE),
     _refused("--ft-attribution-export-url", NO_SERVICE),
 )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from nvrx_slurm.cli.parameters import Count
-from nvrx_slurm.coordinator.limits import NO_RESTART_CODE, Limits
+from nvrx_slurm.coordinator.limits import NO_RESTART_CODE, Limits, StopAction
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -33,7 +33,8 @@ _OPTIONS = [
         default=NO_RESTART_CODE,
         show_default=True,
         callback=_no_restart_code,
-        help="Exit code when a restart, here or elsewhere, is of no use: no progress.",
+        help="Exit code when a restart, here or elsewhere, is of no use: no progress, or a cause that comes "
+        "again.",
     ),
     click.option(
         "--max-restarts-per-hour",
@@ -69,6 +70,7 @@ def limit_options(command: _F) -> _F:
             no_restart_code=no_restart_exit_code,
             max_restarts_per_hour=max_restarts_per_hour,
             exclude_after=exclude_after,
+            attribution_stop_action=StopAction(fault_tolerance.attribution_stop_action),
         )
         return command(*args, fault_tolerance=fault_tolerance, limits=limits, **kwargs)
 

@@ -357,6 +357,7 @@ def main(
         cycle_info_dir=fault_tolerance.cycle_info_dir,
         applog_prefix=fault_tolerance.per_cycle_applog_prefix,
         iteration_file=fault_tolerance.checkpoint_iteration_file,
+        attribution=fault_tolerance.attribution,
         ends=in_slurm.ends,
         time_limit_margin_s=time_limit_margin,
         launches=in_slurm.launches,

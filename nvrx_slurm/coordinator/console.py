@@ -77,6 +77,8 @@ def line_for(record: Record) -> str | None:
             return f"received {event.signal}" if event.signal else f"asked to stop by {event.why}"
         case journal.Verdict() as event:
             return f"verdict: {event.action.value}: {event.why}"
+        case journal.CycleAttributed() as event:
+            return _attributed(event, record.cycle)
         case journal.Requeued() as event:
             without = f" without {' '.join(event.excluded)}" if event.excluded else ""
             warned = "".join(f"; {warning}" for warning in event.warnings)
@@ -98,6 +100,22 @@ def line_for(record: Record) -> str | None:
             return f"ends with exit code {event.code}: {event.why}"
         case _:
             return None
+
+
+def _attributed(event: journal.CycleAttributed, cycle: int) -> str | None:
+    whose = "" if event.by == "rules" else f" ({event.by})"
+    if event.failed:
+        return f"WARNING: cycle {cycle} is not attributed{whose}: {event.failed}"
+    who = f"; {_who(event.culprits[0])}" if event.culprits else ""
+    where = f" at {event.where}" if event.where else ""
+    then = f"; next: {event.action.replace('_', ', ')}, {event.why} [{event.rule}]"
+    return f"cycle {cycle} attributed{whose}: {event.says or event.category}{where}{who}{then}"
+
+
+def _who(culprit: journal.Implicated) -> str:
+    on = f" on {culprit.node}" if culprit.node and culprit.kind != "node" else ""
+    why = f", {culprit.why}" if culprit.by_traces else ""
+    return f"{culprit.kind} {culprit.id}{on} ({culprit.confidence:.0%} sure{why})"
 
 
 def _say_finding(finding: journal.HealthFinding) -> str:

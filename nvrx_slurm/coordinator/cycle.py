@@ -159,6 +159,9 @@ class CycleMachine:
         self._now = now
         if self.phase is not Phase.ENDED:
             self._dispatch(event)
+        elif isinstance(event, steps.CycleAttributed):
+            # Whom it blames matters to a requeue.
+            self._judgement.attributed(event, now)
         return self._commands
 
     def _dispatch(self, event: steps.Event) -> None:
@@ -185,6 +188,8 @@ class CycleMachine:
                 self._drain_requested(event)
             case steps.IterationRead():
                 self._iteration_read(event)
+            case steps.CycleAttributed():
+                self._attributed(event)
             case steps.StoreLost():
                 self._fault(start_fault(event.host, "store", event.why))
             case steps.TimerFired():
@@ -566,17 +571,33 @@ class CycleMachine:
                 self._put_out(fault.node, reason)
 
     def _replace_culprit(self, fault: FaultDetected) -> None:
-        """Have a spare take the culprit's place where that is of use."""
-        place = self._current.place_of(fault.node)
-        if place is None or not self.members.is_connected(fault.node):
-            return
-        there_is_spare = self.members.usable_count > self.policy.active_nodes
-        match self._judgement.replacement(fault, place, there_is_spare, self._now):
+        """Have a spare take the culprit's place where that is of use, and those of nodes that are accused."""
+        place = self._place_held_by(fault.node)
+        if place is not None:
+            self._replace(fault.node, self._judgement.replacement(fault, place, self._has_spare, self._now))
+        for node in self._judgement.accused:
+            place = self._place_held_by(node)
+            if place is not None:
+                self._replace(node, self._judgement.without_accused(node, place, self._has_spare, self._now))
+
+    def _place_held_by(self, node: str) -> int | None:
+        """Return the group rank of a connected node of the cycle that is not excluded; None: it is none."""
+        gone = not self.members.is_connected(node) or self.members.reason_of(node) is not None
+        return None if gone else self._current.place_of(node)
+
+    @property
+    def _has_spare(self) -> bool:
+        return self.members.usable_count > self.policy.active_nodes
+
+    def _replace(self, node: str, decided: Replaced | journal.NodeSuspected | None) -> None:
+        match decided:
             case Replaced() as replaced:
-                self._exclude(fault.node, replaced.reason, on_trial=replaced.on_trial)
-                self._do(steps.Disconnect(fault.node, replaced.farewell))
+                self._exclude(node, replaced.reason, on_trial=replaced.on_trial)
+                self._do(steps.Disconnect(node, replaced.farewell))
             case journal.NodeSuspected() as suspected:
                 self._write(suspected)
+            case None:
+                pass
 
     def _reason_to_stop(self, blame: Blame) -> tuple[End, Blame] | None:
         if self._ending.draining:
@@ -590,7 +611,23 @@ class CycleMachine:
         return None
 
     def _verdict(self, action: VerdictAction, blame: Blame, why: str) -> None:
-        self._write(self._judgement.verdict(action, blame, why, self._current))
+        self._write(self._judgement.verdict(action, blame, why, self.cycle, self._current))
+
+    def _attributed(self, event: steps.CycleAttributed) -> None:
+        """Take what was found out of an ended cycle; stop the next if it is of no use."""
+        self._judgement.attributed(event, self._now)
+        if self._ending.end is not None or self.phase not in (Phase.FORMING, *_AT_WORK):
+            return
+        useless = self._judgement.useless(self._current if self.phase in _AT_WORK else None, self._now)
+        if useless is None:
+            return
+        end, verdict = useless
+        self._write(verdict)
+        if self.phase is Phase.FORMING:
+            self._end(end.code, end.why)
+        else:
+            self._ending.end = end
+            self._stop_workers()
 
     def _iteration_read(self, event: steps.IterationRead) -> None:
         """Judge the cycle that waited for it; stop the next, which may have begun, if that is of no use."""

@@ -43,6 +43,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     time_limit_margin_s: float = 0.0
     cycle_info_dir: str | None = None
     applog_prefix: str | None = None
+    attribution: bool = True
     output: str = ""
     """The file that the job's output goes to; empty: none."""
     v: int = _VERSION

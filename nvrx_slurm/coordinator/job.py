@@ -17,6 +17,7 @@ from nvrx_slurm.coordinator.agent_messages import AgentMessages
 from nvrx_slurm.coordinator.agents import SRUN_GRACE_S, Agents, where_to_find
 from nvrx_slurm.coordinator.allocation import Allocation
 from nvrx_slurm.coordinator.app_log import AppLog
+from nvrx_slurm.coordinator.attributor import Attributor, finding_of
 from nvrx_slurm.coordinator.charge import EXIT_REPLACED, Charge
 from nvrx_slurm.coordinator.cycle import CycleMachine, Phase
 from nvrx_slurm.coordinator.cycle_info import CycleInfos
@@ -66,6 +67,9 @@ class JobRunner:
         self._messages = AgentMessages(
             self._machine, self._feed, self._recorder, self._timeouts, spec.run_dir, self._files, self._tasks
         )
+        self._attributor: Attributor | None = None
+        if spec.attribution:
+            self._attributor = Attributor(spec.run_dir.path, self._output.settle, self._record)
         self._agents: Agents | None = None
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._ended: asyncio.Future[steps.End] | None = None
@@ -152,6 +156,8 @@ class JobRunner:
         await self._tasks.finish(2 * LAST_LINES_TIMEOUT_S)
         await self._files.settle()
         self._output.close()
+        if self._attributor is not None:
+            await self._attributor.finish()
 
     def _begin(self) -> Sequence[steps.Command]:
         before = self._spec.succession
@@ -261,7 +267,9 @@ class JobRunner:
         self._feed(steps.StoreLost(self._spec.host, why))
 
     def _feed(self, event: steps.Event) -> None:
-        if (self._ended is not None and self._ended.done()) or not self._is_in_charge():
+        is_late = isinstance(event, steps.CycleAttributed)
+        ended = self._ended is not None and self._ended.done()
+        if (ended and not is_late) or not self._is_in_charge():
             return
         try:
             commands = self._machine.handle(event, time.monotonic())
@@ -371,6 +379,10 @@ class JobRunner:
 
     def _recorded(self, record: Record) -> None:
         self._allocation.note(record.event)
+        if self._attributor is not None:
+            self._attributor.take(record)
+        if isinstance(record.event, journal.CycleAttributed):
+            self._feed(finding_of(record.event, record.cycle))
         if isinstance(record.event, journal.Verdict) and record.event.rank is not None:
             self._tasks.spawn(self._show_last_lines(record.cycle, record.event.rank))
 

@@ -81,6 +81,8 @@ class JobSpec:
     """See :class:`AppLog`."""
     iteration_file: Path | None = None
     """Where the training keeps its newest checkpoint's step; ``policy`` says whether it does."""
+    attribution: bool = True
+    """Ended cycles are attributed in the background."""
     ends: int | None = None
     """When the job's time is over, Unix seconds; None: there is no limit."""
     time_limit_margin_s: float = 0.0
@@ -122,5 +124,6 @@ class JobSpec:
             time_limit_margin_s=self.time_limit_margin_s,
             cycle_info_dir=None if self.cycle_info_dir is None else str(self.cycle_info_dir),
             applog_prefix=None if self.applog_prefix is None else str(self.applog_prefix),
+            attribution=self.attribution,
             output=shared_output(),
         )

@@ -8,12 +8,16 @@ from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.blame import Blame
 from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
+from nvrx_slurm.coordinator.hindsight import Hindsight, Useless
 from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits
 from nvrx_slurm.coordinator.policy import EXIT_FAILED, Policy
 from nvrx_slurm.coordinator.running_cycle import RunningCycle
 from nvrx_slurm.coordinator.scoring import EndedCycle, Scoring
 from nvrx_slurm.coordinator.suspects import Suspects
-from nvrx_slurm.journal import FaultDetected, VerdictAction
+from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
+
+_REMEMBERED = 8
+"""Cycles; what is found out of older ones changes no count."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,14 @@ class Judgement:
         self._budget = budget
         self._suspects = Suspects(policy.limits.exclude_after, policy.past.faults)
         self._scoring = Scoring(
-            budget.progress, policy.limits, policy.has_iteration_file, self._suspects.note_progress
+            budget.progress, policy.limits, policy.has_iteration_file, self._note_progress
         )
         self._fruits = Fruits()
+        self._hindsight = Hindsight(policy.limits.attribution_stop_action)
+        self._blamed: dict[int, FaultDetected] = {}
+        """Of the last cycles, the fault that was held to be the cause."""
+        self._scored = policy.first_cycle
+        """The cycle that was scored last."""
 
     def start(self) -> list[steps.Command]:
         return self._scoring.start()
@@ -52,15 +61,20 @@ class Judgement:
         self, number: int, cycle: RunningCycle, culprit: FaultDetected, now: float
     ) -> list[steps.Command]:
         """Judge a cycle that has just ended, or have the file read that tells how far it came."""
+        self._scored = number
         seconds = (cycle.stop_began or now) - cycle.began
         return self._scoring.cycle_ended(EndedCycle(number, cycle.signs, culprit, seconds))
 
     def iteration_read(self, event: steps.IterationRead) -> list[steps.Command]:
         return self._scoring.iteration_read(event)
 
-    def verdict(self, action: VerdictAction, blame: Blame, why: str, cycle: RunningCycle) -> journal.Verdict:
+    def verdict(
+        self, action: VerdictAction, blame: Blame, why: str, number: int, cycle: RunningCycle
+    ) -> journal.Verdict:
         """Count the fault against its node; return what to record."""
         fault, place = blame.fault, cycle.place_of(blame.fault.node)
+        self._blamed = {at: seen for at, seen in self._blamed.items() if at > number - _REMEMBERED}
+        self._blamed[number] = fault
         if place is not None:
             self._suspects.blame(fault, place, cycle.began)
         return journal.Verdict(
@@ -69,6 +83,9 @@ class Judgement:
 
     def no_restart(self, blame: Blame, now: float) -> tuple[steps.End, Blame] | None:
         """Return how the job ends if it may not be restarted again; None: it may."""
+        useless = self._hindsight.stop(None, now)
+        if useless is not None:
+            return self._end_as_useless(useless), replace(blame, rule=useless.rule)
         used_up = self._budget.used_up(now)
         if used_up is None:
             return None
@@ -81,6 +98,49 @@ class Judgement:
         why = self._budget.progress.stuck(self._limits)
         return None if why is None else steps.End(self._limits.no_restart_code, why)
 
+    # --- what logs and traces tell later ---------------------------------------------------------------
+
+    def attributed(self, event: steps.CycleAttributed, now: float) -> None:
+        """Take whom they blame, and whether another try is of use."""
+        fault = self._blamed.pop(event.cycle, None)
+        hung = event.hung
+        if fault is not None and fault.kind is FaultKind.HANG and hung is not None and hung != fault.node:
+            self._suspects.reassign(fault.node, hung)
+        for node in event.exclude:
+            self._suspects.accuse(node, now)
+        if event.useless:
+            self._hindsight.note(Useless(event.cycle, event.rule, event.why))
+
+    def useless(self, current: RunningCycle | None, now: float) -> tuple[steps.End, journal.Verdict] | None:
+        """Return how the job ends now because another try is of no use; ``current`` runs, None: none does."""
+        useless = self._hindsight.stop(current, now)
+        if useless is None:
+            return None
+        end = self._end_as_useless(useless)
+        return end, journal.Verdict(action=VerdictAction.STOP, rule=useless.rule, why=end.why)
+
+    def _end_as_useless(self, useless: Useless) -> steps.End:
+        why = f"no other try after cycle {useless.cycle}: {useless.why}"
+        return steps.End(self._limits.no_restart_code, why)
+
+    def _note_progress(self) -> None:
+        self._suspects.note_progress()
+        self._hindsight.note_progress(self._scored)
+
+    @property
+    def accused(self) -> tuple[str, ...]:
+        """Nodes that evidence beside the faults names."""
+        return self._suspects.accused
+
+    def without_accused(
+        self, node: str, place: int, there_is_spare: bool, now: float
+    ) -> Replaced | journal.NodeSuspected | None:
+        """Return whether a spare is to take the place of an accused node, or why it stays."""
+        reason = "logs or traces name it: a spare is tried in its place"
+        return self._try_without(node, place, there_is_spare, now, reason)
+
+    # --- nodes ---------------------------------------------------------------------------------------
+
     def replacement(
         self, fault: FaultDetected, place: int, there_is_spare: bool, now: float
     ) -> Replaced | journal.NodeSuspected | None:
@@ -90,23 +150,24 @@ class Judgement:
             reason = f"could not start workers: {fault.detail}"
             return Replaced(reason, "a spare takes this node's place", on_trial=False)
         if self._suspects.is_suspect(fault):
-            return self._try_without(fault.node, place, there_is_spare, now)
+            faults = self._suspects.faults_of(fault.node)
+            reason = f"{faults} faults of its own in this job: a spare is tried in its place"
+            return self._try_without(fault.node, place, there_is_spare, now, reason)
         return None
 
     def _try_without(
-        self, node: str, place: int, there_is_spare: bool, now: float
+        self, node: str, place: int, there_is_spare: bool, now: float, reason: str
     ) -> Replaced | journal.NodeSuspected | None:
-        faults, former = self._suspects.faults_of(node), self._suspects.acquitted_at(place)
+        former = self._suspects.acquitted_at(place)
         if former is not None:
             stays = f"{former} failed in the same place before it, so the node is not the cause"
         elif not there_is_spare:
             stays = "there is no spare to take its place"
         else:
-            reason = f"{faults} faults of its own in this job: a spare is tried in its place"
             self._suspects.try_without(node, place, now)
             return Replaced(reason, reason, on_trial=True)
         if self._suspects.tell_once(node):
-            return journal.NodeSuspected(node=node, faults=faults, why=stays)
+            return journal.NodeSuspected(node=node, faults=self._suspects.faults_of(node), why=stays)
         return None
 
     # --- the attempt ---------------------------------------------------------------------------------

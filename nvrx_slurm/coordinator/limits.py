@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 NO_RESTART_CODE = 93
+
+
+class StopAction(str, enum.Enum):
+    """What follows when attribution finds that another try is of no use."""
+
+    LOG = "log"
+    """It is told."""
+    NO_RESTART = "no-restart"
+    """The job ends as soon as that costs no training."""
 
 
 @dataclass(frozen=True)
@@ -21,3 +31,4 @@ class Limits:
     """Within any 3600 s; None: no bound."""
     exclude_after: int = 3
     """Faults of its own after which a node leaves the job if a spare can take its place; 0: never."""
+    attribution_stop_action: StopAction = StopAction.LOG

@@ -87,6 +87,7 @@ class _Replay:
     """Of the running cycle; None: it has been scored, or there is none."""
     _began: float | None = None
     _seen: list[journal.FaultDetected] = field(default_factory=list)
+    _verdicts: dict[int, journal.Verdict] = field(default_factory=dict)
 
     def past(self, argv: Sequence[str]) -> Past:
         if self._attempt < 0 or not self._goes_on(argv):
@@ -118,6 +119,9 @@ class _Replay:
                 self._seen.append(event)
             case journal.Verdict() as event:
                 self._blame(event)
+                self._verdicts[record.cycle] = event
+            case journal.CycleAttributed() as event:
+                self._correct(self._verdicts.pop(record.cycle, None), event)
             case event:
                 self._take_sign(event)
 
@@ -146,6 +150,7 @@ class _Replay:
                 self._end_attempt()
             else:
                 self._progress, self._faults, self._fruitless = Progress(), Counter(), 0
+                self._verdicts.clear()
         self._attempt, self._argv, self._code = attempt, argv, None
         self._fruits, self._signs, self._began, self._seen = Fruits(), None, None, []
 
@@ -173,3 +178,17 @@ class _Replay:
             if same and verdict.node is not None and may_be_the_nodes(fault):
                 self._faults[verdict.node] += 1
                 return
+
+    def _correct(self, verdict: journal.Verdict | None, found: journal.CycleAttributed) -> None:
+        """Count a hang for the node of the rank that traces show to be its cause."""
+        node = hung_node(found)
+        if verdict is None or verdict.kind is not journal.FaultKind.HANG or verdict.node in (None, node):
+            return
+        if node is not None and self._faults[verdict.node] > 0:
+            self._faults[verdict.node] -= 1
+            self._faults[node] += 1
+
+
+def hung_node(found: journal.CycleAttributed) -> str | None:
+    """Return the node of the rank that all others wait for, as traces show; None: they show none."""
+    return next((c.node for c in found.culprits if c.by_traces and c.rank is not None), None)

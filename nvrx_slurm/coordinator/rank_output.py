@@ -49,6 +49,7 @@ class RankOutput:
         self._complete: defaultdict[tuple[int, int], asyncio.Event] = defaultdict(asyncio.Event)
         """Set when all output of a rank, named by cycle and rank, has arrived."""
         self._writing: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
 
     def start(self) -> None:
         self._writing = asyncio.create_task(self._write_all())
@@ -71,6 +72,16 @@ class RankOutput:
             await asyncio.wait_for(self._queue.join(), LAST_LINES_TIMEOUT_S)
         return last_lines(self._run_dir.rank_log(cycle, rank), _CULPRIT_LINES)
 
+    async def settle(self, cycle: int, rank: int | None) -> None:
+        """Wait, for a bounded time, until the cycle's last lines are in its merged log; ``rank`` ended it."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            if rank is not None:
+                await asyncio.wait_for(self._complete[cycle, rank].wait(), LAST_LINES_TIMEOUT_S)
+            await asyncio.wait_for(self._queue.join(), LAST_LINES_TIMEOUT_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            # There lines wait for earlier ones, and that is looked at as often.
+            await asyncio.wait_for(self._closed.wait(), 2 * REORDER_S)
+
     async def drain(self) -> None:
         """Wait until what has arrived is written, for a bounded time."""
         with contextlib.suppress(asyncio.TimeoutError):
@@ -84,6 +95,7 @@ class RankOutput:
             self._logs.close()
         except OSError as error:
             self._complain("output", error)
+        self._closed.set()
 
     async def _write_all(self) -> None:
         loop = asyncio.get_running_loop()

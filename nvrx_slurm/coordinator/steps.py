@@ -225,6 +225,21 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
+class CycleAttributed:
+    """Logs and traces of an ended cycle have been looked at; a later one may run already."""
+
+    cycle: int
+    useless: bool = False
+    """Another try would end the same."""
+    rule: str = ""
+    why: str = ""
+    exclude: tuple[str, ...] = ()
+    """Nodes that evidence implicates which no program can print."""
+    hung: str | None = None
+    """The node of the rank that all others wait for, as traces show."""
+
+
+@dataclass(frozen=True)
 class TimerFired:
     timer: Timer
 
@@ -251,6 +266,7 @@ Event = (
     | IterationRead
     | StoreLost
     | StepEnded
+    | CycleAttributed
     | StopRequested
     | DrainRequested
     | TimerFired

@@ -44,6 +44,8 @@ class Suspects:
         self._acquitted: dict[int, str] = {}
         """Places where the fault has outlived a node, and the node."""
         self._told: set[str] = set()
+        self._accused: set[str] = set()
+        """Nodes that other evidence than faults names."""
 
     def faults_of(self, node: str) -> int:
         return self._faults[node]
@@ -57,6 +59,23 @@ class Suspects:
         trial = self._trials.pop(place, None)
         if trial is not None:
             self._acquitted[place] = trial.node
+
+    def reassign(self, wrong: str, right: str) -> None:
+        """The last fault that was counted for one node was another's."""
+        if self._faults[wrong] > 0:
+            self._faults[wrong] -= 1
+        self._faults[right] += 1
+        if wrong in self._since:
+            self._since.setdefault(right, self._since[wrong])
+
+    def accuse(self, node: str, now: float) -> None:
+        """Note that other evidence than faults names the node: it is a suspect at once."""
+        self._accused.add(node)
+        self._since.setdefault(node, now)
+
+    @property
+    def accused(self) -> tuple[str, ...]:
+        return tuple(sorted(self._accused))
 
     def is_suspect(self, fault: FaultDetected) -> bool:
         """Tell whether the node of ``fault`` has had so many that it should leave."""
@@ -83,9 +102,12 @@ class Suspects:
             trial.progressed = True
 
     def proven(self, now: float) -> tuple[str, ...]:
-        """Return the nodes without which training got further, and for as long as their faults had taken."""
-        return tuple(
+        """Return the nodes without which training got further, and for as long as their faults had taken, and
+        those that are accused, unless a fault has outlived one in its place.
+        """
+        tried = {
             trial.node
             for trial in self._trials.values()
             if trial.progressed and now - trial.began >= trial.faulty_for_s
-        )
+        }
+        return tuple(sorted(tried | (self._accused - set(self._acquitted.values()))))

@@ -110,6 +110,7 @@ def specification(
         iteration_file=_path(handover.iteration_file),
         cycle_info_dir=_path(handover.cycle_info_dir),
         applog_prefix=_path(handover.applog_prefix),
+        attribution=handover.attribution,
         ends=handover.ends,
         time_limit_margin_s=handover.time_limit_margin_s,
         standby=True,

@@ -59,6 +59,10 @@ class FaultToleranceConfig:
     """Nodes look at themselves; one that is broken leaves the job."""
     health_config: Path | None = None
     """On every node; None: ``/etc/nvrx/health.yaml``, where it is there."""
+    attribution: bool = True
+    """What ended a cycle is found out in the background, from its logs and traces."""
+    attribution_stop_action: str = "log"
+    """When that finds that another try is of no use: ``log`` says so, ``no-restart`` ends the job."""
 
     def monitoring(self) -> Monitoring:
         """Return what ranks and monitors are told."""
@@ -210,6 +214,14 @@ def _megabytes(value: object) -> float:
     raise ValueError("a number of MiB, 0 or more")
 
 
+def _stop_action(value: object) -> str:
+    if value is None:
+        return "log"
+    if value in ("log", "no-restart"):
+        return str(value)
+    raise ValueError("log or no-restart")
+
+
 def _modules(value: object) -> list[str]:
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if names == [""] or names is None:
@@ -245,6 +257,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "per_cycle_applog_prefix": _path,
     "health_checks": _switch,
     "health_config": _path,
+    "attribution": _switch,
+    "attribution_stop_action": _stop_action,
 }
 assert set(_PARSERS) == {key.name for key in fields(FaultToleranceConfig)}
 
@@ -272,7 +286,6 @@ NOT_OFFERED: Mapping[str, tuple[str, Sequence[object]]] = {
     "link_down_path_template": (_HEALTH, ()),
     "link_state_path_template": (_HEALTH, ()),
     "attribution_endpoint": (_SERVICE, ()),
-    "attribution_stop_action": (_SERVICE, ("log",)),
     "attribution_export_url": (_SERVICE, ()),
 }
 """Keys of NVIDIA's extension that cannot be obeyed: why, and what may be said because it changes nothing, as

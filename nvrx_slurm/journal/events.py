@@ -344,6 +344,55 @@ class CycleScored(Event, frozen=True, tag="cycle_scored"):
     """How a cycle ended that never came to a step; the same again and again counts as no progress."""
 
 
+class Implicated(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rank, GPU or node that is held to be the cause of a cycle's end."""
+
+    kind: str
+    """``rank``, ``gpu``, ``node``."""
+    id: str
+    confidence: float
+    """0 to 1."""
+    node: str | None = None
+    rank: int | None = None
+    why: str = ""
+    by_traces: bool = False
+    """Flight Recorder traces show it."""
+
+
+class CycleAttributed(Event, frozen=True, tag="cycle_attributed"):
+    """What logs and traces tell of a cycle that a fault has ended.
+
+    It is found out in the background, often while the next one runs already.
+    """
+
+    by: str = "rules"
+    """``rules``: nvrx-attribute; ``service``: the one that ``--ft-attribution-endpoint`` names."""
+    failed: str = ""
+    """Why nothing could be found out; all else is empty then."""
+    category: str = ""
+    """The first cause's family; ``unknown``: nothing says what failed."""
+    says: str = ""
+    """The same in words."""
+    action: str = ""
+    """What the policy would do: ``restart``, ``restart_exclude``, ``hold``, ``wait``, ``stop``."""
+    rule: str = ""
+    why: str = ""
+    confidence: float = 0.0
+    """0 to 1."""
+    where: str = ""
+    """File and line of the first cause; the file in the run directory."""
+    excerpt: str = ""
+    """That line."""
+    culprits: list[Implicated] = []
+    """The surest first."""
+    exclude: list[str] = []
+    """Nodes that evidence implicates which no program can print."""
+    file: str = ""
+    """The whole document, in the run directory."""
+    seconds: float = 0.0
+    """How long it took."""
+
+
 class JobEnded(Event, frozen=True, tag="job_ended"):
     code: int
     why: str
@@ -414,6 +463,7 @@ AnyEvent = (
     | ControlRequested
     | WorkersStopped
     | CycleScored
+    | CycleAttributed
     | GpuMemoryLeft
     | Verdict
     | JobEnded

@@ -209,6 +209,7 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
         cycle_info_dir=fault_tolerance.cycle_info_dir,
         applog_prefix=fault_tolerance.per_cycle_applog_prefix,
         iteration_file=fault_tolerance.checkpoint_iteration_file,
+        attribution=fault_tolerance.attribution,
     )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:

@@ -14,7 +14,7 @@ from nvrx_slurm.journal import (
     Requeued,
     VerdictAction,
 )
-from nvrx_slurm.report.cause import cause_of, ended_by_fault_at, hang_found, is_fault
+from nvrx_slurm.report.cause import attributed_of, cause_of, ended_by_fault_at, hang_found, is_fault
 from nvrx_slurm.report.collect import REQUEUE_CODE, AttemptNotes, CycleNotes, collect
 from nvrx_slurm.report.model import (
     AttemptReport,
@@ -213,6 +213,7 @@ def _cycle(
         cascade=cascade,
         evidence=tuple(map(hang_found, notes.evidence)),
         verdict=_verdict(notes),
+        attributed=None if notes.attributed is None else attributed_of(notes.attributed),
         resumed_from=course.resumed_from,
         resumed_by=course.resumed_by,
         last_step=course.last_step,

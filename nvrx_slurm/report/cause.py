@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-from nvrx_slurm.journal import FaultDetected, FaultKind, HangEvidence, Verdict, VerdictAction
+from nvrx_slurm.journal import CycleAttributed, FaultDetected, FaultKind, HangEvidence, Verdict, VerdictAction
 from nvrx_slurm.report.collect import CycleNotes
-from nvrx_slurm.report.model import Cause, HangFound, SeenFault
+from nvrx_slurm.report.model import Attributed, Cause, Culprit, HangFound, SeenFault
 
+TRACES = "traces"
+"""What saw a rank that Flight Recorder traces name, and no deadline."""
 _OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM, FaultKind.HANG, FaultKind.REQUEST)
 
 
@@ -42,8 +45,36 @@ def cause_of(cycle: CycleNotes) -> tuple[Cause, tuple[SeenFault, ...]]:
     else:
         seen = _match(verdict, faults)
         cause = _from_verdict(verdict, seen, faults)
+    shown = _shown_by_traces(cycle.attributed)
+    if cause.kind is FaultKind.HANG and shown is not None and shown[1] != cause.rank:
+        # Heartbeats name one of those that wait.
+        node, rank, why = shown
+        cause = replace(cause, node=node, rank=rank, detector=TRACES, detail=why)
+        seen = None
     rest = tuple(seen_fault(at, event) for at, event in cycle.faults if event is not seen)
     return cause, rest
+
+
+def _shown_by_traces(found: CycleAttributed | None) -> tuple[str | None, int, str] | None:
+    """Return node and rank that Flight Recorder traces hold to be the cause, and what they show."""
+    culprits = found.culprits if found is not None else []
+    return next(((c.node, c.rank, c.why) for c in culprits if c.by_traces and c.rank is not None), None)
+
+
+def attributed_of(found: CycleAttributed) -> Attributed:
+    """Return the event as a value of the report."""
+    return Attributed(
+        category=found.category,
+        says=found.says,
+        action=found.action,
+        rule=found.rule,
+        why=found.why,
+        confidence=found.confidence,
+        where=found.where,
+        culprits=tuple(Culprit(c.kind, c.id, c.confidence, c.node, c.rank, c.why) for c in found.culprits),
+        exclude=tuple(found.exclude),
+        file=found.file,
+    )
 
 
 def seen_fault(at: float, event: FaultDetected) -> SeenFault:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from nvrx_slurm.journal import (
     CheckpointLoaded,
     CheckpointSaved,
+    CycleAttributed,
     CycleStarted,
     ExitDeferred,
     ExitReported,
@@ -29,6 +30,7 @@ from nvrx_slurm.journal import (
 
 REQUEUE_CODE = 75
 """``job_ended`` with this code asks for a requeue."""
+_AFTER_THE_END = (CycleAttributed, Requeued, NotRequeued)
 
 
 @dataclass(eq=False)
@@ -44,6 +46,8 @@ class CycleNotes:
     faults: list[tuple[float, FaultDetected]] = field(default_factory=list)
     evidence: list[HangEvidence] = field(default_factory=list)
     verdict: tuple[float, Verdict] | None = None
+    attributed: CycleAttributed | None = None
+    """By our own rules."""
     loads: list[tuple[float, CheckpointLoaded]] = field(default_factory=list)
     saves: list[tuple[float, int]] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
@@ -135,7 +139,7 @@ def collect(records: Iterable[Record]) -> tuple[list[AttemptNotes], int]:
             at = clock.read(record)
             current = AttemptNotes(number=record.attempt, started_at=at)
             attempts.append(current)
-        elif current.ended is not None and not isinstance(record.event, Requeued | NotRequeued):
+        elif current.ended is not None and not isinstance(record.event, _AFTER_THE_END):
             left_out += 1
             continue
         else:
@@ -233,5 +237,7 @@ def _note_in_cycle(cycle: CycleNotes, at: float, record: Record) -> None:
             cycle.stopped = cycle.stopped or (at, event)
         case Verdict() as event:
             cycle.verdict = (at, event)
+        case CycleAttributed(by="rules", failed="") as event:
+            cycle.attributed = event
         case _:
             pass

@@ -12,6 +12,7 @@ import msgspec
 from nvrx_slurm.report.headline import closing, headline
 from nvrx_slurm.report.model import (
     AttemptReport,
+    Attributed,
     CycleReport,
     HangFound,
     JobReport,
@@ -148,6 +149,7 @@ def _cycle(cycle: CycleReport) -> dict[str, Any]:
             "rule": cycle.verdict.rule,
             "why": cycle.verdict.why,
         },
+        "attribution": None if cycle.attributed is None else _attributed(cycle.attributed),
         "resumed_from": cycle.resumed_from,
         "resumed_by": cycle.resumed_by.value if cycle.resumed_by else None,
         "last_step": cycle.last_step,
@@ -155,6 +157,31 @@ def _cycle(cycle: CycleReport) -> dict[str, Any]:
         "trained_s": _rounded(cycle.trained_s),
         "redone_s": _rounded(cycle.redone_s),
         "recovery": _recovery(cycle.recovery) if cycle.recovery else None,
+    }
+
+
+def _attributed(found: Attributed) -> dict[str, Any]:
+    return {
+        "category": found.category,
+        "says": found.says,
+        "action": found.action,
+        "rule": found.rule,
+        "why": found.why,
+        "confidence": found.confidence,
+        "where": found.where,
+        "culprits": [
+            {
+                "kind": culprit.kind,
+                "id": culprit.id,
+                "confidence": culprit.confidence,
+                "node": culprit.node,
+                "rank": culprit.rank,
+                "why": culprit.why,
+            }
+            for culprit in found.culprits
+        ],
+        "exclude": list(found.exclude),
+        "file": found.file,
     }
 
 

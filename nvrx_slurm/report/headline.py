@@ -12,7 +12,16 @@ from nvrx_slurm.report.model import (
     RecoveryEnd,
     RequeueTaken,
 )
-from nvrx_slurm.report.words import clean, count, elapsed, log_of, node_set, plain_seconds, say_fault
+from nvrx_slurm.report.words import (
+    clean,
+    count,
+    elapsed,
+    log_of,
+    node_set,
+    plain_seconds,
+    say_attributed,
+    say_fault,
+)
 
 
 def headline(report: JobReport) -> tuple[str, str, str]:
@@ -91,7 +100,8 @@ def _failed_last(report: JobReport) -> str:
     when = f"at +{elapsed(cycle.ended_at - report.started_at)}"
     if report.state in (JobState.RUNNING, JobState.NO_END):
         when = f"{plain_seconds(max(0.0, report.now - cycle.ended_at))} ago"
-    return f"failed last: {what} (cycle {cycle.number}, {when}){_recovered(report, cycle.recovery)}"
+    why = "" if cycle.attributed is None else f"; cause: {say_attributed(cycle.attributed)}"
+    return f"failed last: {what} (cycle {cycle.number}, {when}){why}{_recovered(report, cycle.recovery)}"
 
 
 def _recovered(report: JobReport, recovery: Recovery | None) -> str:

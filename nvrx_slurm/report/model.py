@@ -109,6 +109,7 @@ class MomentKind(str, enum.Enum):
     WORKERS_STOPPED = "workers_stopped"
     HANG_EVIDENCE = "hang_evidence"
     VERDICT = "verdict"
+    ATTRIBUTED = "attributed"
     TIMEOUTS = "timeouts_calculated"
     STOP_REQUESTED = "stop_requested"
     CONTROL_REQUESTED = "control_requested"
@@ -192,6 +193,34 @@ class VerdictTaken:
 
 
 @dataclass(frozen=True)
+class Culprit:
+    """One rank, GPU or node that attribution holds to be the cause."""
+
+    kind: str
+    id: str
+    confidence: float
+    node: str | None
+    rank: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """What logs and traces tell of the end of a cycle: one ``cycle_attributed``."""
+
+    category: str
+    says: str
+    action: str
+    rule: str
+    why: str
+    confidence: float
+    where: str
+    culprits: tuple[Culprit, ...]
+    exclude: tuple[str, ...]
+    file: str
+
+
+@dataclass(frozen=True)
 class Recovery:
     """The time from when a cycle's training stood still to the first step after it, cut into phases.
 
@@ -243,6 +272,8 @@ class CycleReport:
     evidence: tuple[HangFound, ...]
     """What its hung ranks were doing."""
     verdict: VerdictTaken | None
+    attributed: Attributed | None
+    """None: nothing was found out, or not yet."""
     resumed_from: int | None
     resumed_by: ResumeSource | None
     last_step: int | None

@@ -66,6 +66,7 @@ _MOMENT_NAMES = {
     MomentKind.WORKERS_STOPPED: "stopped",
     MomentKind.HANG_EVIDENCE: "stacks",
     MomentKind.VERDICT: "verdict",
+    MomentKind.ATTRIBUTED: "cause",
     MomentKind.TIMEOUTS: "time-outs",
     MomentKind.STOP_REQUESTED: "stop",
     MomentKind.CONTROL_REQUESTED: "request",

@@ -8,6 +8,7 @@ from nvrx_slurm.journal import (
     CheckpointLoaded,
     ControlRequested,
     CoordinatorLost,
+    CycleAttributed,
     CycleScored,
     CycleStarted,
     ExitDeferred,
@@ -37,7 +38,7 @@ from nvrx_slurm.journal import (
     WorkersStarted,
     WorkersStopped,
 )
-from nvrx_slurm.report.cause import hang_found, seen_fault
+from nvrx_slurm.report.cause import attributed_of, hang_found, seen_fault
 from nvrx_slurm.report.collect import AttemptNotes, CycleNotes, Entry
 from nvrx_slurm.report.model import (
     AttemptReport,
@@ -57,6 +58,7 @@ from nvrx_slurm.report.words import (
     node_set,
     plain_seconds,
     ranges,
+    say_attributed,
     say_evidence,
     say_fault,
     say_gpu_memory,
@@ -202,6 +204,8 @@ class _Teller:
                 after = plain_seconds(max(0.0, took))
                 text = f"no worker left on {count(nodes, 'node')}, {after} after the order to stop"
                 yield MomentKind.WORKERS_STOPPED, text
+            case CycleAttributed() as event:
+                yield MomentKind.ATTRIBUTED, _say_attribution(event, notes.number)
             case Verdict() as event:
                 yield MomentKind.VERDICT, f"{event.action.value}: {clean(event.why)} [{clean(event.rule)}]"
             case _:
@@ -266,6 +270,15 @@ def _say_control(event: ControlRequested) -> str:
     action = _ACTIONS.get(event.action, f"for {clean(event.action)}")
     why = f": {clean(event.why)}" if event.why.strip() else ""
     return f"rank {event.rank} on {clean(event.node)} asks {action}{why}"
+
+
+def _say_attribution(event: CycleAttributed, cycle: int) -> str:
+    whose = "" if event.by == "rules" else f" by {clean(event.by)}"
+    if event.failed:
+        return f"cycle {cycle} is not attributed{whose}: {clean(event.failed)}"
+    where = f", see {clean(event.where)}" if event.where else ""
+    then = f"next: {clean(event.action).replace('_', ', ')}, {clean(event.why)} [{clean(event.rule)}]"
+    return f"of cycle {cycle}{whose}: {say_attributed(attributed_of(event))}{where}; {then}"
 
 
 def _say_no_progress(event: CycleScored, cycle: int) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, TracesKept
-from nvrx_slurm.report.model import Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
+from nvrx_slurm.report.model import Attributed, Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
 def clean(text: str) -> str:
@@ -143,6 +143,16 @@ def say_end(cycle: CycleReport) -> str:
             return f"asked to stop: {clean(cycle.stop_signal)}" if cycle.stop_signal else "stopped"
         case CycleEnd.CUT_OFF:
             return "no end recorded"
+
+
+def say_attributed(found: Attributed) -> str:
+    """Say the first cause, where it stands, and who: ``the program raised an exception, rank 3 on n2``."""
+    text = clean(found.says or found.category)
+    if found.culprits:
+        first = found.culprits[0]
+        on = f" on {clean(first.node)}" if first.node and first.kind != "node" else ""
+        text += f", {clean(first.kind)} {clean(first.id)}{on} ({first.confidence:.0%} sure)"
+    return text
 
 
 def log_of(cycle: CycleReport) -> str:

@@ -84,8 +84,10 @@ class LocalJob:
         self._local.mkdir()
         self._argv = [
             str(BIN / "nvrx-srun"),
-            # This machine's health says nothing of a job; tests of it switch it on again.
-            *("--run-dir", str(self.run_dir), "--nproc-per-node", str(ranks), "--health", "off", *options),
+            # This machine's health says nothing of a job, and what ended a cycle costs processor time to find
+            # out; tests of these switch them on again.
+            *("--run-dir", str(self.run_dir), "--nproc-per-node", str(ranks)),
+            *("--health", "off", "--ft-attribution", "off", *options),
             *(str(self.script), *arguments),
         ]
         self._environment = {

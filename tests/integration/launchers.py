@@ -55,6 +55,8 @@ class LaunchedJob(LocalJob):
             self.launchers[node] = subprocess.Popen(
                 [
                     str(BIN / "nvrx-launch"),
+                    # See LocalJob.
+                    *("--ft-attribution", "off"),
                     *("--local-addr", "127.0.0.1" if node == "n1" else node),
                     *self.options,
                     *options,

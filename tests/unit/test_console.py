@@ -11,6 +11,41 @@ from nvrx_slurm.journal.events import AnyEvent, Event
 
 TOLD: list[tuple[AnyEvent, str]] = [
     (
+        journal.CycleAttributed(
+            category="code.import",
+            says="a module is missing",
+            action="stop",
+            rule="4-deterministic",
+            why="the next try would end the same",
+            where="cycles/2/merged.log:4",
+            culprits=[
+                journal.Implicated(kind="rank", id="3", rank=3, node="n2", confidence=0.85, why="at line 4")
+            ],
+        ),
+        "cycle 2 attributed: a module is missing at cycles/2/merged.log:4; rank 3 on n2 (85% sure); next: "
+        "stop, the next try would end the same [4-deterministic]",
+    ),
+    (
+        journal.CycleAttributed(
+            category="job.hang",
+            says="a rank gave no sign of life",
+            action="restart_exclude",
+            rule="6-exclude",
+            why="n2",
+            culprits=[
+                journal.Implicated(
+                    kind="rank", id="3", rank=3, node="n2", confidence=0.6, why="host-lag", by_traces=True
+                )
+            ],
+        ),
+        "cycle 2 attributed: a rank gave no sign of life; rank 3 on n2 (60% sure, host-lag); next: "
+        "restart, exclude, n2 [6-exclude]",
+    ),
+    (
+        journal.CycleAttributed(failed="it took longer than 120 s"),
+        "WARNING: cycle 2 is not attributed: it took longer than 120 s",
+    ),
+    (
         journal.CycleStarted(world_size=8, nodes=["n1", "n2"], spares=["n3"]),
         "cycle 2: starting 8 ranks on n1 n2, spare n3",
     ),

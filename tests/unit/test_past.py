@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from cycle_driver import Job
 
 from nvrx_slurm import journal
@@ -151,3 +152,17 @@ def test_the_machines_own_journal_is_read_as_the_machine_meant_it(tmp_path: Path
     assert past.progress == job.machine.budget.progress
     assert past.faults == {"n2": 2}
     assert past.fruitless == 0
+
+
+def test_a_hang_is_held_against_the_node_of_the_rank_that_traces_show() -> None:
+    hang = journal.FaultDetected(kind=FaultKind.HANG, node="n1", rank=0, detector="heartbeat")
+    verdict = journal.Verdict(
+        action=VerdictAction.RESTART, rule="hang", why="", node="n1", rank=0, kind=FaultKind.HANG
+    )
+    rank = journal.Implicated(kind="rank", id="3", rank=3, node="n2", confidence=0.6, by_traces=True)
+    shown = journal.CycleAttributed(culprits=[rank])
+    assert Told().attempt(0, hang, verdict).past().faults == {"n1": 1}
+    told = Told().attempt(0, hang, verdict, shown, shown)
+    assert {node: faults for node, faults in told.past().faults.items() if faults} == {"n2": 1}
+    printed = msgspec.structs.replace(shown, culprits=[msgspec.structs.replace(rank, by_traces=False)])
+    assert Told().attempt(0, hang, verdict, printed).past().faults == {"n1": 1}

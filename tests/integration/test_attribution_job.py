@@ -1,0 +1,143 @@
+"""A job whose cycles are attributed in the background: real processes, no Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import BIN, RANK, LocalJob, is_alive, until
+
+from nvrx_slurm import journal
+from nvrx_slurm.attribution.history import read_history
+from nvrx_slurm.coordinator import attributor
+from nvrx_slurm.coordinator.attributor import Attributor
+from nvrx_slurm.journal import CycleAttributed, CycleStarted, FaultKind, JobEnded, Record, Verdict
+
+MakeJob = Callable[..., LocalJob]
+ON = ("--ft-attribution", "on")
+NO_RESTART = (*ON, "--ft-attribution-stop-action", "no-restart")
+
+
+def report(job: LocalJob) -> str:
+    command = [str(BIN / "nvrx-report"), str(job.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return " ".join(done.stdout.split())
+
+
+def test_a_missing_module_ends_the_job_in_its_second_try(job: MakeJob) -> None:
+    script = RANK + "if cycle == 0:\n    import no_such_module\nwait_for('what nobody makes')"
+    it = job(script, *NO_RESTART, "--max-restarts", "50")
+    assert it.run() == 93, it.stderr
+    assert len(it.events(CycleStarted)) == 2
+    (found,) = it.events(CycleAttributed)
+    assert (found.category, found.rule) == ("code.import", "4-deterministic"), it.stderr
+    assert found.where.startswith("cycles/0/merged.log:")
+    assert it.events(Verdict)[-1].rule == "4-deterministic"
+    assert "no other try after cycle 0: a module is missing" in it.events(JobEnded)[0].why
+    # The restart did not wait for it.
+    events = [type(record.event) for record in it.records]
+    assert events.index(CycleAttributed) > len(events) - 1 - events[::-1].index(CycleStarted)
+    assert it.nothing_is_left()
+
+
+def test_what_is_found_is_told_kept_and_changes_nothing_unless_that_was_asked(job: MakeJob) -> None:
+    script = RANK + "if cycle == 0 and rank == 1:\n    raise ValueError('bad sample')\nwait_for('go')"
+    it = job(script, *ON).start()
+    found = it.wait_for(CycleAttributed)
+    assert (found.category, found.action) == ("code.exception", "restart")
+    (culprit,) = found.culprits
+    assert (culprit.rank, culprit.node) == (1, "n1")
+    it.touch("go")
+    assert it.wait() == 0, it.stderr
+    assert "cycle 0 attributed: the program raised an exception" in it.stderr
+    assert "rank 1 on n1" in report(it)
+    (attempt,) = read_history(it.run_dir)
+    assert (attempt.cycle, attempt.category) == (0, "code.exception")
+    assert stat.S_IMODE((it.run_dir / found.file).stat().st_mode) == 0o600
+    assert it.nothing_is_left()
+
+
+# Rank 2 comes late to step 3, so its heartbeat is the newest; then it never calls what the others wait in.
+GLOO = """
+import os, threading, time
+import torch, torch.distributed as dist
+from nvrx_slurm.fault_tolerance import RankMonitorClient
+
+rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+dist.init_process_group("gloo")
+client = RankMonitorClient()
+client.init_workload_monitoring()
+for step in range(1, 4):
+    if step == 3 and rank == 2:
+        time.sleep(0.3)
+    client.send_heartbeat(step=step)
+    if step == 3 and rank == 2 and first:
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(1))
+while not os.path.exists(os.environ["TEST_FOLDER"] + "/go"):
+    client.send_heartbeat(step=3)
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+def test_a_hang_in_a_collective_with_equal_heartbeats_is_blamed_on_the_rank_that_traces_show(
+    job: MakeJob,
+) -> None:
+    it = job(GLOO, *ON, "--heartbeat-timeout", "2s", nodes=2, ranks=2, real_torch=True).start()
+    found = it.wait_for(CycleAttributed, patience_s=90.0)
+    it.touch("go")
+    assert found.category == "job.hang", it.stderr
+    first = found.culprits[0]
+    assert (first.rank, first.node, first.by_traces) == (2, "n2", True), (it.stderr, found)
+    assert it.wait(60.0) == 0, it.stderr
+    assert "cause: a rank gave no sign of life" in report(it)
+    assert "rank 2 on n2: hung" in report(it)
+
+
+def test_a_killed_coordinator_leaves_nothing_that_attributes(job: MakeJob, tmp_path: Path) -> None:
+    """The child stands still: the site's rules are a pipe that nobody writes."""
+    os.mkfifo(tmp_path / "rules")
+    script = RANK + "if cycle == 0:\n    sys.exit(1)\nwait_for('what nobody makes')"
+    it = job(script, *ON, NVRX_ATTRIBUTION_RULES=str(tmp_path / "rules")).start()
+    child = it.running("ended_cycle")
+    it.signal(signal.SIGKILL)
+    until("the child has ended", lambda: not is_alive(child))
+
+
+@pytest.mark.parametrize("bound", ["_TIMEOUT_S", "_LAST_S"])
+def test_a_child_that_takes_too_long_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    os.mkfifo(tmp_path / "rules")
+    monkeypatch.setenv("NVRX_ATTRIBUTION_RULES", str(tmp_path / "rules"))
+    monkeypatch.setattr(attributor, bound, 0.5)
+    told: list[CycleAttributed] = []
+
+    async def settled(_cycle: int, _rank: int | None) -> None:
+        pass
+
+    async def run() -> None:
+        one = Attributor(tmp_path, settled, lambda found, _: told.append(found))
+        verdict = Verdict(action=journal.VerdictAction.RESTART, rule="", why="", kind=FaultKind.EXIT)
+        one.take(Record(ts=0.0, job="", attempt=0, cycle=0, event=verdict))
+        if bound == "_TIMEOUT_S":
+            while not told:
+                await asyncio.sleep(0.01)
+        await one.finish()
+
+    def children() -> list[str]:
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return [line for line in found.splitlines() if str(tmp_path) in line]
+
+    asyncio.run(run())
+    assert [found.failed for found in told] == (
+        ["it took longer than 0.5 s"] if bound == "_TIMEOUT_S" else []
+    )
+    until("no child is left", lambda: not children())
