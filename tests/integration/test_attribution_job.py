@@ -83,6 +83,7 @@ for step in range(1, 4):
 while not os.path.exists(os.environ["TEST_FOLDER"] + "/go"):
     client.send_heartbeat(step=3)
     time.sleep(0.05)
+client.shutdown_workload_monitoring()
 dist.destroy_process_group()
 """
 
