@@ -23,7 +23,13 @@ from nvrx_slurm.coordinator.unhealthy import complaint_of, health_event
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire.rank_channel import CheckpointEvent
 
-_OF_THE_RUNNING_CYCLE = (msg.WorkersStarted, msg.StepReached, msg.CheckpointReport, msg.TimeoutsCalculated)
+_OF_THE_RUNNING_CYCLE = (
+    msg.WorkersStarted,
+    msg.StepReached,
+    msg.CheckpointReport,
+    msg.StragglerReport,
+    msg.TimeoutsCalculated,
+)
 """What counts for nothing when its cycle is over."""
 
 
@@ -110,6 +116,21 @@ class AgentMessages:
                 record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
             case msg.CheckpointReport() as m:
                 record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
+            case msg.StragglerReport() as m:
+                slow_node = self._machine.node_of_rank(m.slow_rank)
+                # Whose name a rank may tell, but not where it is.
+                if slow_node is not None:
+                    record(
+                        journal.StragglerReport(
+                            rank=m.slow_rank,
+                            node=slow_node,
+                            section=m.section,
+                            score=round(m.score, 4),
+                            lost_ms=round(m.lost_ms, 3),
+                            reports=m.reports,
+                            of_reports=m.of_reports,
+                        )
+                    )
             case msg.TimeoutsCalculated() as m:
                 adopted = self._timeouts.calculated(node, m)
                 if adopted is not None:

@@ -29,6 +29,11 @@ def line_for(record: Record) -> str | None:
             return f"cycle {record.cycle}: {_all(event.ranks)} training"
         case journal.CheckpointLoaded() as event:
             return f"resumed from the {event.layer} checkpoint of step {event.step}"
+        case journal.StragglerReport() as event:
+            return (
+                f"SLOW: rank {event.rank} on {event.node}: {event.section} takes {event.lost_ms:.3g} ms"
+                f" longer than elsewhere ({event.reports} of {event.of_reports} reports)"
+            )
         case journal.FaultDetected() as event:
             return f"FAULT: {describe(event)}"
         case journal.HangEvidence() as event:

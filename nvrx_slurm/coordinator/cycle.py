@@ -252,6 +252,10 @@ class CycleMachine:
         """Tell whether ``rank`` of the running cycle is on ``node``."""
         return self._has_ranks(node) and rank in self._current.ranks_of(node)
 
+    def node_of_rank(self, rank: int) -> str | None:
+        """Return where ``rank`` of the running cycle is; None: there is no such rank."""
+        return next((node for node in self._current.nodes if self.has_rank(node, rank)), None)
+
     def _joined(self, event: steps.NodeJoined) -> None:
         node, members = event.node, self.members
         if not members.admit(node, event.place):

@@ -454,6 +454,41 @@ class RankMonitorClient:
         """
         self._report_checkpoint(CheckpointEvent.LOADED, step, layer)
 
+    def report_straggler(
+        self, rank: int, section: str, score: float, lost_ms: float, reports: int, of_reports: int
+    ) -> None:
+        """Record in the journal that ``rank`` is slow; one rank suffices to tell of it.
+
+        The arguments are the fields of :class:`nvrx_slurm.straggler.StragglerVerdict`. All that follows from
+        it is a line in output and report.
+
+        Raises:
+            RankMonitorClientError: a value is out of its range, or monitoring has not begun.
+        """
+        call = "report_straggler"
+        self._require_initialized(call)
+        try:
+            request = rank_channel.Straggler(
+                rank=self._rank,
+                cycle=self._cycle,
+                slow_rank=operator.index(rank),
+                section=section,
+                score=float(score),
+                lost_ms=float(lost_ms),
+                reports=operator.index(reports),
+                of_reports=operator.index(of_reports),
+            )
+            acceptable = rank_channel.is_acceptable(request)
+        except (TypeError, ValueError):
+            acceptable = False
+        if not acceptable:
+            given = (rank, section, score, lost_ms, reports, of_reports)
+            raise RankMonitorClientError(
+                f"{call} got {given!r:.200}: a rank, a section's name, a score from 0 to 1, milliseconds from"
+                " 0, and so many of so many reports are accepted"
+            )
+        self._tell(request)
+
     def shutdown_workload_monitoring(self) -> None:
         """End monitoring; no deadline runs from here. Does nothing when monitoring has not begun."""
         if self._page is not None:

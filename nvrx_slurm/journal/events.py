@@ -202,6 +202,21 @@ class TimeoutsCalculated(Event, frozen=True, tag="timeouts_calculated"):
     out_of_section: float | None = None
 
 
+class StragglerReport(Event, frozen=True, tag="straggler_report"):
+    """A rank is slower than those that do the same work, and has been for several reports."""
+
+    rank: int
+    node: str
+    section: str
+    score: float
+    """0 to 1: the median of the others' times over its own."""
+    lost_ms: float
+    """A passage of the section takes so much longer there."""
+    reports: int
+    of_reports: int
+    """It was slow in so many of the last so many reports."""
+
+
 class CheckpointSaved(Event, frozen=True, tag="checkpoint_saved"):
     step: int
     layer: str
@@ -456,6 +471,7 @@ AnyEvent = (
     | TimeoutsCalculated
     | CheckpointSaved
     | CheckpointLoaded
+    | StragglerReport
     | FaultDetected
     | HangEvidence
     | TracesKept

@@ -104,6 +104,7 @@ class MomentKind(str, enum.Enum):
     GPU_MEMORY_LEFT = "gpu_memory_left"
     FIRST_STEP = "first_step"
     CHECKPOINT_LOADED = "checkpoint_loaded"
+    STRAGGLER = "straggler_report"
     FAULT = "fault"
     CASCADE = "cascade"
     WORKERS_STOPPED = "workers_stopped"

@@ -61,6 +61,7 @@ _MOMENT_NAMES = {
     MomentKind.GPU_MEMORY_LEFT: "gpu memory",
     MomentKind.FIRST_STEP: "training",
     MomentKind.CHECKPOINT_LOADED: "resumes",
+    MomentKind.STRAGGLER: "slow",
     MomentKind.FAULT: "FAULT",
     MomentKind.CASCADE: "cascade",
     MomentKind.WORKERS_STOPPED: "stopped",

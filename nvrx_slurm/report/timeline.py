@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from nvrx_slurm.journal import (
@@ -31,6 +32,7 @@ from nvrx_slurm.journal import (
     NotRequeued,
     Requeued,
     StopRequested,
+    StragglerReport,
     TimeoutsCalculated,
     TopologyIgnored,
     TracesKept,
@@ -63,6 +65,7 @@ from nvrx_slurm.report.words import (
     say_fault,
     say_gpu_memory,
     say_health,
+    say_straggler,
     say_traces,
     what_happened,
 )
@@ -104,6 +107,7 @@ class _Teller:
         self._told_fault: set[int] = set()
         self._told_cascade: set[tuple[int, str]] = set()
         self._told_load: dict[int, int] = {}
+        self._told_slow: defaultdict[int, set[tuple[int, str]]] = defaultdict(set)
         self._out: set[str] = set()
         self._complained: set[str] = set()
         self._began = False
@@ -190,6 +194,10 @@ class _Teller:
                 if self._told_load.get(id(notes)) != step:
                     self._told_load[id(notes)] = step
                     yield MomentKind.CHECKPOINT_LOADED, f"from step {step} ({clean(layer)} checkpoint)"
+            case StragglerReport() as event if (event.rank, event.section) not in self._told_slow[id(notes)]:
+                # Once a cycle: it is reported for as long as it lasts.
+                self._told_slow[id(notes)].add((event.rank, event.section))
+                yield MomentKind.STRAGGLER, say_straggler(event)
             case FirstStep() if cycle.first_step_at == entry.at:
                 yield MomentKind.FIRST_STEP, self._first_step(cycle, self._before[id(notes)])
             case FaultDetected() as event:

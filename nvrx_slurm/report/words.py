@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, TracesKept
+from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, StragglerReport, TracesKept
 from nvrx_slurm.report.model import Attributed, Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
@@ -203,6 +203,13 @@ def say_gpu_memory(event: GpuMemoryLeft) -> str:
     held = ", ".join(map(clean, event.processes)) or "a process that the driver does not name"
     text = f"{event.used_mb:.0f} MiB of {clean(event.gpu)} on {clean(event.node)} still in use"
     return f"{text} after {plain_seconds(event.waited_s)}, held by {held}"
+
+
+def say_straggler(event: StragglerReport) -> str:
+    """Say which rank is slow, where, and what it costs."""
+    where = f"rank {event.rank} on {clean(event.node)}"
+    seen = f"in {event.reports} of {event.of_reports} reports"
+    return f"{where}: {clean(event.section)} takes {event.lost_ms:.3g} ms longer than elsewhere, {seen}"
 
 
 def say_health(event: HealthChecked) -> str:

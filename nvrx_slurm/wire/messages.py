@@ -203,6 +203,19 @@ class CheckpointReport(Message, frozen=True):
     layer: str
 
 
+class StragglerReport(Message, frozen=True):
+    """A rank of this node says that one of the job's is slow; the fields are those of the rank's request."""
+
+    cycle: int
+    rank: int
+    slow_rank: int
+    section: str
+    score: float
+    lost_ms: float
+    reports: int
+    of_reports: int
+
+
 class ControlRequest(Message, frozen=True):
     """A rank wants its node out of the job, or the job to end."""
 
@@ -283,6 +296,7 @@ AgentMessage = (
     | RanksStepping
     | StepReached
     | CheckpointReport
+    | StragglerReport
     | ControlRequest
     | HangEvidence
     | TracesKept

@@ -75,6 +75,20 @@ class TimeoutsChanged(Request, frozen=True):
     section: SectionTimeouts
 
 
+class Straggler(Request, frozen=True):
+    """A rank has been found slow, by its own or by another rank's report."""
+
+    slow_rank: int
+    section: str
+    score: float
+    """0 to 1: the others' time over its own."""
+    lost_ms: float
+    """A passage of the section takes so much longer there."""
+    reports: int
+    of_reports: int
+    """It was slow in so many of the last so many reports."""
+
+
 class ProgramFailed(Request, frozen=True):
     """The main thread has failed; the process itself ends soon, or is kept by something."""
 
@@ -99,7 +113,9 @@ def is_timeout(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value > 0)
 
 
-RankRequest = MonitoringStarted | FirstHeartbeat | Checkpoint | Control | TimeoutsChanged | ProgramFailed
+RankRequest = (
+    MonitoringStarted | FirstHeartbeat | Checkpoint | Control | TimeoutsChanged | Straggler | ProgramFailed
+)
 
 encode_request = msgspec.json.Encoder().encode
 
@@ -115,6 +131,14 @@ def is_acceptable(request: RankRequest) -> bool:
             heartbeat, section = request.heartbeat, request.section
             values = [heartbeat.initial, heartbeat.subsequent, section.out_of_section]
             return all(map(is_timeout, [*values, *section.section.values()]))
+        case Straggler():
+            return (
+                is_layer(request.section)
+                and 0 <= request.score <= 1
+                and 0 <= request.lost_ms < math.inf
+                and 0 < request.reports <= request.of_reports < 2**31
+                and 0 <= request.slow_rank < 2**31
+            )
         case ProgramFailed():
             return 0 < request.exit < 256
         case _:

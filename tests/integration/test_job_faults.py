@@ -285,6 +285,8 @@ def save(*_):
         client.send_heartbeat(step=100 + part)
         time.sleep(0.2)
     client.report_checkpoint_saved(103)
+    client.report_straggler(1 - rank, "load", 0.5, 7.25, 2, 3)
+    client.report_straggler(77, "load", 0.5, 7.25, 2, 3)
     write(f"saved{rank}", client._socket is not None and not wait_for("all_saved"))
     sys.exit(0)
 
@@ -308,6 +310,9 @@ while True:
     assert run.wait() == 143
     assert [run.wait_for_file(f"saved{rank}") for rank in range(2)] == ["True", "True"]
     assert {saved.step for saved in run.events(journal.CheckpointSaved)} == {103}
+    slow = run.events(journal.StragglerReport)
+    assert {(event.rank, event.node, event.lost_ms) for event in slow} == {(0, "n1", 7.25), (1, "n1", 7.25)}
+    assert "SLOW: rank 0 on n1: load takes 7.25 ms longer than elsewhere (2 of 3 reports)" in run.stderr
     assert "Error" not in run.log("rank_0") + run.log("rank_1")
     assert run.nothing_is_left()
 

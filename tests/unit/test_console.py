@@ -63,6 +63,12 @@ TOLD: list[tuple[AnyEvent, str]] = [
         "resumed from the shared checkpoint of step 20",
     ),
     (
+        journal.StragglerReport(
+            rank=5, node="n2", section="forward", score=0.7, lost_ms=41.23, reports=2, of_reports=3
+        ),
+        "SLOW: rank 5 on n2: forward takes 41.2 ms longer than elsewhere (2 of 3 reports)",
+    ),
+    (
         journal.FaultDetected(kind=FaultKind.SIGNAL, node="n1", rank=3, signal="SIGKILL", detector="child"),
         "FAULT: rank 3 on n1 was killed by SIGKILL",
     ),

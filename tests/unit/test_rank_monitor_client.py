@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ USES: list[tuple[str, Callable[[RankMonitorClient], object]]] = [
     ("send_heartbeat", lambda client: client.send_heartbeat()),
     ("report_checkpoint_saved", lambda client: client.report_checkpoint_saved(5)),
     ("report_checkpoint_loaded", lambda client: client.report_checkpoint_loaded(5)),
+    ("report_straggler", lambda client: client.report_straggler(1, "step", 0.5, 2.0, 2, 3)),
     ("start_section", lambda client: client.start_section("step")),
     ("end_section", lambda client: client.end_section("step")),
     ("end_all_sections", lambda client: client.end_all_sections()),
@@ -166,6 +168,30 @@ def test_a_step_that_is_no_integer_of_64_bits_is_refused(
     client.send_heartbeat(2**63 - 1)
     client.report_checkpoint_saved(-(2**63))
     assert caplog.messages == []
+    client.shutdown_workload_monitoring()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (-1, "step", 0.5, 2.0, 2, 3),
+        ("5", "step", 0.5, 2.0, 2, 3),
+        (1, "a\nb", 0.5, 2.0, 2, 3),
+        (1, "step", 1.5, 2.0, 2, 3),
+        (1, "step", math.nan, 2.0, 2, 3),
+        (1, "step", 0.5, math.inf, 2, 3),
+        (1, "step", 0.5, None, 2, 3),
+        (1, "step", 0.5, 2.0, 4, 3),
+        (1, "step", 0.5, 2.0, 0, 3),
+    ],
+)
+def test_a_straggler_that_can_be_none_is_refused(
+    environment: pytest.MonkeyPatch, given: tuple[Any, ...]
+) -> None:
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    with pytest.raises(RankMonitorClientError, match=r"^report_straggler got .*a section's name, a score"):
+        client.report_straggler(*given)
     client.shutdown_workload_monitoring()
 
 

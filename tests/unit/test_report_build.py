@@ -36,6 +36,7 @@ from nvrx_slurm.journal import (
     Progress,
     Record,
     StopRequested,
+    StragglerReport,
     TimeoutsCalculated,
     Verdict,
     VerdictAction,
@@ -599,6 +600,17 @@ def test_a_cascade_is_one_line_for_each_symptom() -> None:
     w.at(15.1, exited(7, "n4", code=134))
     cascade = [m.text for m in report(w.records, now=16.0).timeline if m.kind is MomentKind.CASCADE]
     assert cascade == ["ranks 0-2,4-6 on n[1-4]: exit 1", "rank 7 on n4: exit 134"]
+
+
+def test_a_slow_rank_is_one_line_of_each_cycle() -> None:
+    w = training()
+    slow = StragglerReport(
+        rank=5, node="n3", section="load", score=0.5, lost_ms=12.34, reports=2, of_reports=3
+    )
+    w.at(15.0, slow)
+    w.at(16.0, slow)
+    lines = [m.text for m in report(w.records, now=17.0).timeline if m.kind is MomentKind.STRAGGLER]
+    assert lines == ["rank 5 on n3: load takes 12.3 ms longer than elsewhere, in 2 of 3 reports"]
 
 
 def test_progress_and_saved_checkpoints_are_no_lines_of_the_timeline() -> None:

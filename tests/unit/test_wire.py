@@ -133,6 +133,9 @@ def test_a_silent_peer_is_lost_in_the_time_that_is_promised() -> None:
     [
         rank_channel.MonitoringStarted(rank=1, cycle=0),
         rank_channel.FirstHeartbeat(rank=1, cycle=0),
+        rank_channel.Straggler(
+            rank=1, cycle=2, slow_rank=5, section="step", score=0.5, lost_ms=3.5, reports=2, of_reports=3
+        ),
         rank_channel.Checkpoint(
             rank=1, cycle=0, what=rank_channel.CheckpointEvent.SAVED, step=5, layer="shared"
         ),
