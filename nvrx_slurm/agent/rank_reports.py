@@ -53,6 +53,7 @@ class RankReports:
                         what=request.what,
                         step=request.step,
                         layer=request.layer,
+                        why=request.why,
                     ),
                 )
             case rank_channel.Control():

@@ -115,7 +115,7 @@ class AgentMessages:
             case msg.CheckpointReport(what=CheckpointEvent.SAVED) as m:
                 record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
             case msg.CheckpointReport() as m:
-                record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank))
+                record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank, why=m.why))
             case msg.StragglerReport() as m:
                 slow_node = self._machine.node_of_rank(m.slow_rank)
                 # Whose name a rank may tell, but not where it is.

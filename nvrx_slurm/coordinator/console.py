@@ -28,7 +28,8 @@ def line_for(record: Record) -> str | None:
         case journal.FirstStep() as event:
             return f"cycle {record.cycle}: {_all(event.ranks)} training"
         case journal.CheckpointLoaded() as event:
-            return f"resumed from the {event.layer} checkpoint of step {event.step}"
+            why = f": {event.why}" if event.why else ""
+            return f"resumed from the {event.layer} checkpoint of step {event.step}{why}"
         case journal.StragglerReport() as event:
             return (
                 f"SLOW: rank {event.rank} on {event.node}: {event.section} takes {event.lost_ms:.3g} ms"

@@ -431,8 +431,7 @@ class RankMonitorClient:
             return
         if self._socket is None:
             _log.warning("no rank monitor here: nobody does what was asked for: %s", request)
-        words = " ".join(str(request.description).split())[:MAX_DESCRIPTION]
-        description = "".join(char if char.isprintable() else "?" for char in words)
+        description = _one_line(request.description)
         action = WorkloadAction(request.action)
         self._tell(
             rank_channel.Control(rank=self._rank, cycle=self._cycle, action=action, description=description)
@@ -446,13 +445,16 @@ class RankMonitorClient:
         """
         self._report_checkpoint(CheckpointEvent.SAVED, step, layer)
 
-    def report_checkpoint_loaded(self, step: int, layer: str = "shared") -> None:
+    def report_checkpoint_loaded(self, step: int, layer: str = "shared", why: str = "") -> None:
         """Record in the journal that training resumes from the state after ``step``. One rank suffices.
+
+        Args:
+            why: this one was chosen, where there were several.
 
         Raises:
             RankMonitorClientError: ``step`` is no integer of 64 bits, or monitoring has not begun.
         """
-        self._report_checkpoint(CheckpointEvent.LOADED, step, layer)
+        self._report_checkpoint(CheckpointEvent.LOADED, step, layer, _one_line(why))
 
     def report_straggler(
         self, rank: int, section: str, score: float, lost_ms: float, reports: int, of_reports: int
@@ -504,7 +506,7 @@ class RankMonitorClient:
         self._slots, self._warmup, self._monitoring = {}, {}, None
         self._initialized = False
 
-    def _report_checkpoint(self, what: CheckpointEvent, step: int, layer: str) -> None:
+    def _report_checkpoint(self, what: CheckpointEvent, step: int, layer: str, why: str = "") -> None:
         call = f"report_checkpoint_{what.value}"
         self._require_initialized(call)
         step = _check_step(call, step)
@@ -513,7 +515,9 @@ class RankMonitorClient:
                 f"{call} got {layer!r:.100} as layer: 1 to {MAX_NAME_BYTES} bytes of text are accepted"
             )
         self._tell(
-            rank_channel.Checkpoint(rank=self._rank, cycle=self._cycle, what=what, step=step, layer=layer)
+            rank_channel.Checkpoint(
+                rank=self._rank, cycle=self._cycle, what=what, step=step, layer=layer, why=why
+            )
         )
 
     def _require_initialized(self, call: str) -> None:
@@ -530,3 +534,9 @@ class RankMonitorClient:
             _log.warning("the rank monitor is gone: %s", error)
             self._socket.close()
             self._socket = None
+
+
+def _one_line(text: object) -> str:
+    """Return ``text`` as the journal takes it: printable, in one line, not too long."""
+    words = " ".join(str(text).split())[:MAX_DESCRIPTION]
+    return "".join(char if char.isprintable() else "?" for char in words)

@@ -227,6 +227,8 @@ class CheckpointLoaded(Event, frozen=True, tag="checkpoint_loaded"):
     step: int
     layer: str
     rank: int
+    why: str = ""
+    """Why this one, where several were to be had."""
 
 
 class FaultDetected(Event, frozen=True, tag="fault_detected"):

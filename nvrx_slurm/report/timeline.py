@@ -190,10 +190,14 @@ class _Teller:
                 yield MomentKind.CYCLE_STARTED, text + (spares if event.spares else "")
             case WorkersStarted(node=node, warm=False, why_cold=why) if why:
                 yield MomentKind.COLD_START, f"{clean(node)} starts its ranks cold: {clean(why)}"
-            case CheckpointLoaded(step=step, layer=layer):
+            case CheckpointLoaded(step=step, layer=layer, why=why):
                 if self._told_load.get(id(notes)) != step:
                     self._told_load[id(notes)] = step
-                    yield MomentKind.CHECKPOINT_LOADED, f"from step {step} ({clean(layer)} checkpoint)"
+                    reason = f": {clean(why)}" if why else ""
+                    yield (
+                        MomentKind.CHECKPOINT_LOADED,
+                        f"from step {step} ({clean(layer)} checkpoint){reason}",
+                    )
             case StragglerReport() as event if (event.rank, event.section) not in self._told_slow[id(notes)]:
                 # Once a cycle: it is reported for as long as it lasts.
                 self._told_slow[id(notes)].add((event.rank, event.section))

@@ -201,6 +201,7 @@ class CheckpointReport(Message, frozen=True):
     what: CheckpointEvent
     step: int
     layer: str
+    why: str = ""
 
 
 class StragglerReport(Message, frozen=True):

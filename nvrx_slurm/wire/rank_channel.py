@@ -41,6 +41,8 @@ class Checkpoint(Request, frozen=True):
     what: CheckpointEvent
     step: int
     layer: str
+    why: str = ""
+    """Why this one, where several were to be had."""
 
 
 class WorkloadAction(enum.IntEnum):
@@ -124,7 +126,7 @@ def is_acceptable(request: RankRequest) -> bool:
     """Tell whether the values of a request can be passed on."""
     match request:
         case Checkpoint():
-            return is_step(request.step) and is_layer(request.layer)
+            return is_step(request.step) and is_layer(request.layer) and is_description(request.why)
         case Control():
             return is_description(request.description)
         case TimeoutsChanged():

@@ -69,6 +69,10 @@ TOLD: list[tuple[AnyEvent, str]] = [
         "SLOW: rank 5 on n2: forward takes 41.2 ms longer than elsewhere (2 of 3 reports)",
     ),
     (
+        journal.CheckpointLoaded(step=20, layer="local", rank=0, why="the newest that is whole"),
+        "resumed from the local checkpoint of step 20: the newest that is whole",
+    ),
+    (
         journal.FaultDetected(kind=FaultKind.SIGNAL, node="n1", rank=3, signal="SIGKILL", detector="child"),
         "FAULT: rank 3 on n1 was killed by SIGKILL",
     ),

@@ -1,0 +1,366 @@
+"""What all ranks do together to save and to load, wherever parts are kept."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch.distributed as dist
+
+from nvrx_slurm.checkpointing.local import completeness
+from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict, trust
+from nvrx_slurm.checkpointing.local.buffers import BufferPool
+from nvrx_slurm.checkpointing.local.ckpt_managers.retrieval import retrieve
+from nvrx_slurm.checkpointing.local.completeness import Holdings, Save, saves_by_completeness
+from nvrx_slurm.checkpointing.local.errors import (
+    CheckpointingException,
+    ExchangeError,
+    NoReplicasAvailableError,
+    SameMachineReplicationException,
+)
+from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart, checked_iteration
+from nvrx_slurm.checkpointing.local.part import Part, StagedPart, stage, state_of
+from nvrx_slurm.checkpointing.local.replication.exchange import DEFAULT_TIMEOUT, all_ranks
+from nvrx_slurm.checkpointing.local.replication.strategies import ReplicationStrategy
+from nvrx_slurm.checkpointing.local.space import Room, shortage, total_of
+from nvrx_slurm.checkpointing.storage import checksum
+
+if TYPE_CHECKING:
+    from nvrx_slurm.checkpointing.async_ckpt.core import AsyncRequest
+
+__all__ = ["BaseCheckpointManager", "CheckpointingException", "CkptID", "SameMachineReplicationException"]
+
+_log = logging.getLogger(__name__)
+
+
+@trust
+class _Ready(NamedTuple):
+    """What a rank says once it has made its copy."""
+
+    error: str
+    digest: str
+    size: int
+    members: list[int]
+    room: Room | None
+
+
+class BaseCheckpointManager(ABC):
+    """Saves and loads local checkpoints; all ranks call the same methods in the same order.
+
+    What one rank fails at, all ranks get as an error. One that does not come, or is gone, is an
+    :class:`ExchangeError` on the others after ``timeout``.
+    """
+
+    def __init__(
+        self,
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        keep: int = 1,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        """
+        Args:
+            session_id: tells apart jobs that share a place.
+            repl_strategy: None: a rank keeps its own parts only.
+            keep: iterations that stay when a new one is whole, itself included.
+            timeout: for each exchange between ranks.
+
+        Raises:
+            ValueError: ``keep`` is below 1.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep}: a number from 1 is accepted")
+        self.session_id = session_id
+        self.repl_strategy = repl_strategy
+        self.latest_iteration = -1
+        """What ``find_latest`` has found; -1: it looks (again)."""
+        self.globally_available_ids: dict[int, list[CkptID]] = {}
+        """By rank, what it held when ``find_latest`` looked."""
+        self._keep = keep
+        self._timeout = timeout
+        self._pool = BufferPool()
+        self._holdings: Holdings = {}
+        self._found: Save | None = None
+
+    @property
+    def rank(self) -> int:
+        return int(dist.get_rank()) if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        return int(dist.get_world_size()) if dist.is_initialized() else 1
+
+    # --- what a place for parts must be able to do --------------------------------------------------------
+
+    @abstractmethod
+    def _held(self) -> list[HeldPart]:
+        """Return the parts that are at hand, by their names and headers."""
+
+    @abstractmethod
+    def _load(self, ckpt_id: CkptID, save_id: str) -> Part:
+        """Return a part that is at hand, verified."""
+
+    @abstractmethod
+    def _save(self, part: Part, ckpt_id: CkptID) -> None:
+        """Keep a part."""
+
+    @abstractmethod
+    def _writer(self, parts: Sequence[Part]) -> Callable[[], None]:
+        """Return what keeps ``parts``, in any process of this machine: it must be picklable."""
+
+    @abstractmethod
+    def _room(self) -> Room:
+        """Return how much can be kept."""
+
+    @abstractmethod
+    def _cleanup(self, iteration: int) -> None:
+        """Remove what is older than ``iteration``."""
+
+    @abstractmethod
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        """Remove what is of ``iteration``."""
+
+    @abstractmethod
+    def _in_background(self, work: Callable[[], None]) -> None:
+        """Have something done that nobody waits for."""
+
+    # --- finding and loading ------------------------------------------------------------------------------
+
+    def find_latest(self) -> int:
+        """Return the newest iteration of which a part of each rank is somewhere, -1 if there is none.
+
+        One that another number of ranks has saved is not taken. Looks once: what it has found stays until
+        the next save, or until ``latest_iteration`` is set to -1.
+
+        Raises:
+            ExchangeError: a rank did not take part in time.
+        """
+        if self.latest_iteration == -1:
+            self._look()
+            self._found = completeness.find_latest(self._holdings, self.world_size)
+            self.latest_iteration = self._found.iteration if self._found else -1
+            if self._found is None and self.rank == 0 and (why := self._why_none()):
+                _log.warning("no local checkpoint can be loaded: %s", why)
+        return self.latest_iteration
+
+    def whole_iterations(self) -> list[int]:
+        """Return all iterations that ``find_latest`` would take, the newest first. It looks anew.
+
+        Raises:
+            ExchangeError: a rank did not take part in time.
+        """
+        self.latest_iteration = -1
+        self.find_latest()
+        return list(dict.fromkeys(save.iteration for save in self._whole()))
+
+    def _whole(self) -> list[Save]:
+        whole, _ = saves_by_completeness(self._holdings)
+        return [save for save in whole if save.world_size == self.world_size]
+
+    def load(self, iteration: int | None = None) -> tuple[TensorAwareStateDict, CkptID]:
+        """Return this rank's state of the iteration that ``find_latest`` has found, and its id.
+
+        A part that this rank lacks, or whose copy here is damaged, comes from a rank with a good copy, and is
+        kept. The tensors are on the kind of device that they were on.
+
+        Args:
+            iteration: another one of ``whole_iterations``.
+
+        Raises:
+            NoReplicasAvailableError: no rank has a good copy of some part; names all of them, on all ranks.
+            CheckpointingException: ``find_latest`` was not called, or a part can't be read.
+            ExchangeError: a rank did not take part in time.
+        """
+        save = self._found if self.latest_iteration != -1 else None
+        if iteration is not None:
+            save = next((each for each in self._whole() if each.iteration == iteration), None)
+        if save is None:
+            self._refuse_to_load()
+        ckpt_id = self._ckpt_id(save.iteration)
+        part = retrieve(self, save, ckpt_id)
+        state = state_of(part)
+        state.restore_tensor_device(non_blocking=False)
+        return state, ckpt_id
+
+    def _refuse_to_load(self) -> NoReturn:
+        if why := self._why_none():
+            raise NoReplicasAvailableError(f"No local checkpoint can be loaded: {why}.")
+        raise CheckpointingException("load needs a find_latest before it that has found an iteration.")
+
+    def _why_none(self) -> str:
+        """Say what is there that is not enough; nothing where there is nothing."""
+        whole, partial = saves_by_completeness(self._holdings)
+        reasons = [
+            f"iteration {save.iteration} was saved by {save.world_size} ranks, there are {self.world_size}"
+            for save in whole
+            if save.world_size != self.world_size
+        ]
+        return "; ".join([*reasons, *map(str, partial)])
+
+    def _look(self) -> None:
+        held = self._held()
+        if self.repl_strategy is None:
+            held = [part for part in held if part.id.rank == self.rank]
+        self._holdings = dict(enumerate(all_ranks(self._timeout).gather(held)))
+        self.globally_available_ids = {
+            rank: [part.id for part in parts] for rank, parts in self._holdings.items()
+        }
+
+    def _ckpt_id(self, iteration: int) -> CkptID:
+        return CkptID(checked_iteration(iteration), self.rank, self.session_id)
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def save(
+        self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False
+    ) -> AsyncRequest | None:
+        """Save the state as it is now; what happens to it later makes no difference.
+
+        Args:
+            state_dict: stays as it is.
+            iteration: above the one that was loaded.
+            is_async: copy the state, and give copies to other ranks; then return a request that writes them
+                in any process, for ``AsyncCallsQueue.schedule_async_request``. It is saved when that is
+                finalized.
+
+        Raises:
+            CheckpointingException: on all ranks, if one of them could not copy or send, if a part could not
+                be written anywhere, or if there is too little room. Nothing of this iteration is left then.
+            ExchangeError: a rank did not take part in time.
+        """
+        ckpt_id = self._ckpt_id(iteration)
+        if self.latest_iteration >= iteration:
+            raise CheckpointingException(
+                f"Iteration {iteration} can't be saved: iteration {self.latest_iteration} is there already."
+            )
+        staged = self._agree_on(state_dict, ckpt_id)
+        parts = self._replicate(staged, iteration)
+        # What is written must be found by a look at the place, and not be what was found before.
+        self.latest_iteration, self._found = -1, None
+        if is_async:
+            return self._request(parts, iteration)
+        error = ""
+        try:
+            for part in parts:
+                self._save(part, part.id)
+        except Exception as failed:  # whatever it is: the others wait to hear of it
+            error = _text_of(failed)
+        self._pool.give(*(part.buffer for part in parts))
+        self._finalize(iteration, error, in_background=False)
+        return None
+
+    def _request(self, parts: Sequence[Part], iteration: int) -> AsyncRequest:
+        from nvrx_slurm.checkpointing.async_ckpt.core import (  # type: ignore[import-not-found,unused-ignore]
+            AsyncRequest,
+        )
+
+        def finalize() -> None:
+            self._pool.give(*(part.buffer for part in parts))
+            self._finalize(iteration, "", in_background=True)
+
+        return AsyncRequest(self._writer(parts), (), [finalize])
+
+    def _agree_on(self, state: TensorAwareStateDict, ckpt_id: CkptID) -> StagedSave:
+        """Copy the state; return when all ranks have."""
+        staged, cause, room = None, None, None
+        try:
+            room = self._room()
+            staged = stage(state, ckpt_id, self._pool)
+        except Exception as failed:  # whatever it is: the others wait to hear of it
+            cause = failed
+        size = staged.header.size if staged else 0
+        members = self.repl_strategy.members() if self.repl_strategy else [self.rank]
+        mine = _Ready(
+            _text_of(cause) if cause else "",
+            staged.digest if staged else "",
+            size,
+            members,
+            room,
+        )
+        everybody: list[_Ready] = all_ranks(self._timeout).gather(mine)
+        errors = {rank: each.error for rank, each in enumerate(everybody) if each.error}
+        if not errors:
+            sizes = {rank: each.size for rank, each in enumerate(everybody)}
+            rooms = {rank: each.room for rank, each in enumerate(everybody) if each.room}
+            needed = {rank: total_of(each.members, sizes) for rank, each in enumerate(everybody)}
+            if lack := shortage(rooms, needed):
+                errors = {-1: lack}
+        if errors or staged is None:
+            if staged:
+                self._pool.give(staged.buffer)
+            raise CheckpointingException(
+                f"Local checkpoint of iteration {ckpt_id.iteration} was not saved: {_reasons(errors)}."
+            ) from cause
+        digests = "".join(each.digest for each in everybody)
+        return StagedSave(staged, f"{checksum(digests.encode()):016x}")
+
+    def _replicate(self, agreed: StagedSave, iteration: int) -> list[Part]:
+        part = agreed.part.seal(self.world_size, agreed.save_id)
+        if self.repl_strategy is None:
+            return [part]
+        parts, cause = [part], None
+        try:
+            parts = self.repl_strategy.replicate_part(part, self._pool)
+        except ExchangeError:
+            raise
+        except Exception as failed:  # whatever it is: the others wait to hear of it
+            cause = failed
+        errors = _errors(all_ranks(self._timeout).gather(_text_of(cause) if cause else ""))
+        if errors:
+            raise CheckpointingException(
+                f"Local checkpoint of iteration {iteration} was not copied to others: {_reasons(errors)}."
+            ) from cause
+        return parts
+
+    def _finalize(self, iteration: int, error: str, *, in_background: bool) -> None:
+        """Look whether all ranks have written, then remove what is older, or what is of no use."""
+        errors = _errors(all_ranks(self._timeout).gather(error))
+        self._look()
+        own = self._whole()
+        validated = max((save.iteration for save in own if save.iteration <= iteration), default=-1)
+        later: Callable[[Callable[[], None]], None] = self._in_background if in_background else _now
+        if validated < iteration:
+            later(partial(self._cleanup_failed_save, iteration))
+            why = f": {_reasons(errors)}" if errors else ""
+            raise CheckpointingException(
+                f"Failure during saving local checkpoint from iteration {iteration} "
+                f"(last valid iteration is {validated}){why}"
+            )
+        if errors and self.rank == 0:
+            _log.warning("iteration %d is whole, but not all copies are: %s", iteration, _reasons(errors))
+        if own[0].iteration > iteration and self.rank == 0:
+            _log.warning(
+                "iteration %d was saved, and %d is newer still: a restart would load that",
+                iteration,
+                own[0].iteration,
+            )
+        kept = sorted({save.iteration for save in own if save.iteration <= iteration})[-self._keep :]
+        later(partial(self._cleanup, kept[0]))
+
+
+class StagedSave(NamedTuple):
+    """A copy that all ranks have made."""
+
+    part: StagedPart
+    save_id: str
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _errors(everybody: Sequence[str]) -> dict[int, str]:
+    return {rank: error for rank, error in enumerate(everybody) if error}
+
+
+def _reasons(errors: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {error}" if rank >= 0 else error for rank, error in errors.items())

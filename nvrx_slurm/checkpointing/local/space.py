@@ -1,0 +1,111 @@
+"""Whether a save fits, before it begins."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvrx_slurm.checkpointing.local.base_state_dict import trust
+
+_GIB = 1 << 30
+_MEMORY_TYPES = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+@trust
+@dataclass(frozen=True)
+class Room:
+    """What a rank finds where it saves to, in bytes."""
+
+    host: str
+    device: int
+    """Number of the file system on this host."""
+    where: str
+    free: int
+    in_memory: bool
+    memory: int
+    """What processes of this host can still have."""
+
+
+def look_at(directory: Path) -> Room:
+    """
+    Raises:
+        OSError: there is no such directory.
+    """
+    found = os.statvfs(directory)
+    return Room(
+        host=socket.gethostname(),
+        device=os.stat(directory).st_dev,
+        where=str(directory),
+        free=found.f_bavail * found.f_frsize,
+        in_memory=file_system_type(directory) in _MEMORY_TYPES,
+        memory=available_memory(),
+    )
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this host, and this process's control groups (v2), can still give."""
+    lines = (proc / "meminfo").read_text().splitlines()
+    room = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    own = next(
+        (line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/"
+    )
+    group = cgroups / own.lstrip("/")
+    for each in (group, *group.parents):
+        limit, used = _number(each / "memory.max"), _number(each / "memory.current")
+        if limit is not None and used is not None:
+            room = min(room, max(0, limit - used))
+        if each == cgroups:
+            break
+    return room
+
+
+def file_system_type(directory: Path) -> str:
+    """Return the type that the kernel gives the mounted file system, ``""`` if it does not list it."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == number:
+            return rest.split()[0]
+    return ""
+
+
+def shortage(rooms: Mapping[int, Room], needed: Mapping[int, int]) -> str | None:
+    """Say where a save does not fit.
+
+    Args:
+        rooms: by rank.
+        needed: bytes that a rank writes. So much memory it needs, too, to hold its copies meanwhile.
+    """
+    ranks_at: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for rank, room in rooms.items():
+        ranks_at[room.host, room.device].append(rank)
+    for (host, _), ranks in sorted(ranks_at.items()):
+        room = rooms[ranks[0]]
+        total = sum(needed[rank] for rank in ranks)
+        free = min(each.free for each in (rooms[rank] for rank in ranks))
+        if room.in_memory:
+            free = min(free, min(rooms[rank].memory for rank in ranks))
+        if total > free:
+            return f"{room.where} on {host} has {_text(free)} free, the save needs {_text(total)}"
+    return None
+
+
+def _text(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB // 100 else f"{size} bytes"
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no limit is called "max"
+        return None
+
+
+def total_of(ranks: Collection[int], sizes: Mapping[int, int]) -> int:
+    """Return what the parts of ``ranks`` take together."""
+    return sum(sizes[rank] for rank in ranks)
