@@ -26,7 +26,9 @@ CLONE = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [CLONE / "README.md", *sorted((CLONE / "docs").glob("*.md"))]
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 _SHELL = ("sh", "bash", "console")
-_COMMAND = re.compile(r"nvrx-(srun|launch|report|devcluster|doctor|health|quickstart|attribute)\b[^`\n|…)]*")
+_COMMAND = re.compile(
+    r"nvrx-(srun|launch|report|devcluster|doctor|health|quickstart|attribute|ckpt)\b[^`\n|…)]*"
+)
 
 
 def _shown() -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.checksums import Region, verify_file
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
@@ -49,7 +50,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
         """Return the metadata of the checkpoint.
 
         Raises:
-            CorruptCheckpointError: it can't be unpickled, or names what has no place in it.
+            CorruptCheckpointError: it is not the one that was committed, can't be unpickled, or names what
+                has no place in it.
             OSError: it can't be read; without it there is no checkpoint.
         """
         path = Path(self.path).absolute() / METADATA
@@ -60,6 +62,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
             if self._cache_metadata and known is not None and known[0] == identity:
                 metadata = known[1]
             else:
+                if self._verify:
+                    manifest.read(path.parent)
                 metadata = _unpickle(path, file)
         if self._cache_metadata:
             self._cache[path] = identity, metadata

@@ -36,7 +36,9 @@ def commit(folder: Path, metadata: bytes, names: Iterable[str]) -> None:
     Raises:
         OSError: a file is missing, or the directory takes no more; the former checkpoint still counts.
     """
-    former = _read_manifest(folder)
+    former = None
+    with contextlib.suppress(CorruptCheckpointError):
+        former = _read_manifest(folder)
     manifest = Manifest({name: (folder / name).stat().st_size for name in sorted(set(names))})
     write_bytes(_path(folder, metadata), msgspec.json.encode(manifest))
     write_bytes(folder / METADATA, metadata)
@@ -80,16 +82,20 @@ def sizes_are_right(folder: Path, manifest: Manifest) -> None:
 
 
 def _read_manifest(folder: Path) -> Manifest | None:
-    with contextlib.suppress(FileNotFoundError):
-        path = _path(folder, _content(folder / METADATA))
-        try:
-            manifest = msgspec.json.decode(_content(path), type=Manifest)
-        except msgspec.MsgspecError as error:
-            raise CorruptCheckpointError(path, str(error)) from None
-        if any(Path(name).name != name for name in manifest.files):
-            raise CorruptCheckpointError(path, "it names files elsewhere")
-        return manifest
-    return None
+    if not is_committed(folder):
+        return None
+    path = _path(folder, _content(folder / METADATA))
+    if not path.is_file():
+        if any(folder.glob(_PREFIX + "*.json")):
+            raise CorruptCheckpointError(folder / METADATA, "it is not the one that its writer has committed")
+        return None
+    try:
+        manifest = msgspec.json.decode(_content(path), type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise CorruptCheckpointError(path, str(error)) from None
+    if any(Path(name).name != name for name in manifest.files):
+        raise CorruptCheckpointError(path, "it names files elsewhere")
+    return manifest
 
 
 def _path(folder: Path, metadata: bytes) -> Path:

@@ -1,0 +1,70 @@
+"""What is in a checkpoint: names, types and shapes of its tensors. Needs torch; loads no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvrx_slurm.checkpointing.storage.manifest import METADATA
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One leaf of a state."""
+
+    name: str
+    """The keys on the way to it, joined by dots."""
+    type: str
+    shape: tuple[int, ...] | None
+    size: int
+    """In bytes; 0 of what is no tensor."""
+
+
+def entries(path: Path) -> list[Entry]:
+    """Return what a checkpoint holds, in its own order.
+
+    Raises:
+        CorruptCheckpointError: its metadata can't be read.
+        OSError, RuntimeError, pickle.UnpicklingError: the file can't be read, or holds what only
+            executing it would show.
+    """
+    if path.is_dir():
+        return list(_of_directory(path))
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return list(_of_state("", state))
+
+
+def _of_state(name: str, value: Any) -> Iterator[Entry]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _of_state(f"{name}.{key}" if name else str(key), each)
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            yield from _of_state(f"{name}.{number}" if name else str(number), each)
+    elif isinstance(value, torch.Tensor):
+        size = value.numel() * value.element_size()
+        yield Entry(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), size)
+    else:
+        yield Entry(name, type(value).__name__, None, 0)
+
+
+def _of_directory(path: Path) -> Iterator[Entry]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
+        CachedMetadataFileSystemReader,
+    )
+
+    assert (path / METADATA).exists()
+    metadata = CachedMetadataFileSystemReader(path, cache_metadata=False).read_metadata()
+    for name, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata):
+            dtype = value.properties.dtype
+            size = value.size.numel() * dtype.itemsize
+            yield Entry(name, str(dtype).removeprefix("torch."), tuple(value.size), size)
+        else:
+            yield Entry(name, "object", None, 0)

@@ -1,0 +1,149 @@
+"""What checkpoints there are in a directory, and whether they are whole. Needs no torch, no unpickling."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from nvrx_slurm.checkpointing.storage import manifest
+from nvrx_slurm.checkpointing.storage.checksums import Verification, verify_file
+from nvrx_slurm.checkpointing.storage.durable import is_temporary, leftovers
+from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
+
+_FILE_SUFFIXES = (".pt", ".pth", ".ckpt")
+_DATA_SUFFIX = ".distcp"
+
+
+class Kind(Enum):
+    """What stands in a directory."""
+
+    FILE = "file"
+    """One file, as torch.save writes it."""
+    DIRECTORY = "directory"
+    """Of torch.distributed.checkpoint."""
+
+
+class State(Enum):
+    """What is known of a checkpoint."""
+
+    COMMITTED = "committed"
+    """Its writer has finished; its bits have not been looked at."""
+    INTACT = "intact"
+    NO_CHECKSUMS = "no checksums"
+    """Whole as far as can be told: another writer made it."""
+    TORN = "torn"
+    """Its writer has not finished; or still writes."""
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk."""
+
+    path: Path
+    kind: Kind
+    state: State
+    size: int
+    """In bytes."""
+    modified: float
+    """Unix time of its commit."""
+    why: str = ""
+    """What is wrong, in words."""
+
+
+def find(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints in a directory, or the one that it is, oldest first; their bits are not read.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    if folder.is_file() or _is_checkpoint_directory(folder):
+        return [_look(folder)]
+    found = [_look(path) for path in folder.iterdir() if _is_checkpoint(path)]
+    return sorted(found, key=lambda each: (each.modified, each.path.name))
+
+
+def verify(checkpoint: Checkpoint) -> Checkpoint:
+    """Read a checkpoint and compare every bit with its checksums."""
+    if checkpoint.state in (State.TORN, State.DAMAGED):
+        return checkpoint
+    try:
+        found = {verify_file(path) for path in _data_files(checkpoint)}
+    except (CorruptCheckpointError, OSError) as error:
+        return replace(checkpoint, state=State.DAMAGED, why=str(error))
+    intact = found <= {Verification.INTACT} and _has_own_record(checkpoint)
+    return replace(checkpoint, state=State.INTACT if intact else State.NO_CHECKSUMS)
+
+
+def torn_files(folder: Path) -> list[Path]:
+    """Return files that killed writers have left, here and in checkpoint directories one level below."""
+    below = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return [path for each in (folder, *sorted(below)) for path in leftovers(each)]
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint; of a directory ``.metadata`` first, so that nobody takes the rest for whole."""
+    if checkpoint.kind is Kind.FILE:
+        checkpoint.path.unlink()
+        return
+    (checkpoint.path / manifest.METADATA).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint.path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if path.is_symlink() or is_temporary(path.name):
+        return False
+    return _is_checkpoint_directory(path) or (path.is_file() and path.suffix in _FILE_SUFFIXES)
+
+
+def _is_checkpoint_directory(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    return manifest.is_committed(path) or any(path.glob("*" + _DATA_SUFFIX)) or _half_written(path)
+
+
+def _half_written(path: Path) -> bool:
+    return any(is_temporary(name) and _DATA_SUFFIX in name for name in os.listdir(path))
+
+
+def _look(path: Path) -> Checkpoint:
+    if path.is_file():
+        stat = path.stat()
+        state = State.COMMITTED if stat.st_size else State.DAMAGED
+        return Checkpoint(
+            path, Kind.FILE, state, stat.st_size, stat.st_mtime, "" if stat.st_size else "empty"
+        )
+    size = sum(each.stat().st_size for each in _files(path))
+    if not manifest.is_committed(path):
+        why = "no .metadata: its writer has not finished"
+        return Checkpoint(path, Kind.DIRECTORY, State.TORN, size, path.stat().st_mtime, why)
+    modified = (path / manifest.METADATA).stat().st_mtime
+    found = Checkpoint(path, Kind.DIRECTORY, State.COMMITTED, size, modified)
+    try:
+        listed = manifest.read(path)
+        if listed is not None:
+            manifest.sizes_are_right(path, listed)
+    except CorruptCheckpointError as error:
+        return replace(found, state=State.DAMAGED, why=str(error))
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _data_files(checkpoint: Checkpoint) -> Iterator[Path]:
+    if checkpoint.kind is Kind.FILE:
+        yield checkpoint.path
+        return
+    listed = manifest.read(checkpoint.path)
+    if listed is not None:
+        yield from (checkpoint.path / name for name in listed.files)
+
+
+def _has_own_record(checkpoint: Checkpoint) -> bool:
+    return checkpoint.kind is Kind.FILE or manifest.read(checkpoint.path) is not None

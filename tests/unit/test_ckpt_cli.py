@@ -1,0 +1,159 @@
+"""The command ``nvrx-ckpt``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncRequest
+from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nvrx_slurm.cli.ckpt import main
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def states(*arguments: str | Path) -> dict[str, str]:
+    document = json.loads(run(*arguments, "--json").stdout)
+    return {Path(each["path"]).name: each["state"] for each in document["checkpoints"]}
+
+
+def save_directory(path: Path, state: dict[str, Any]) -> None:
+    writer = FileSystemWriterAsync(path)
+    plan = save_state_dict_async_plan(state, writer)
+    save, _, arguments = writer.get_save_function_and_args()
+    AsyncRequest(save, arguments, [partial(save_state_dict_async_finalize, *plan)]).execute_sync()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (1_000_000_000 - seconds, 1_000_000_000 - seconds))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Whole, torn and damaged checkpoints of every kind."""
+    storage.save({"w": torch.ones(4, 3), "n": 1}, tmp_path / "step_1.pt")
+    torch.save({"w": torch.ones(4)}, tmp_path / "torch.pt")
+    save_directory(tmp_path / "dcp", {"w": torch.ones(5, dtype=torch.bfloat16), "object": [1, 2]})
+    save_directory(tmp_path / "torn", {"w": torch.ones(5)})
+    (tmp_path / "torn" / ".metadata").unlink()
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "unrelated.txt").write_text("x")
+    return tmp_path
+
+
+ALL = {
+    "step_1.pt": "committed",
+    "torch.pt": "committed",
+    "dcp": "committed",
+    "torn": "torn",
+    "empty.pt": "damaged",
+}
+
+
+def test_ls_lists_what_is_committed_and_what_is_torn(folder: Path) -> None:
+    assert states("ls", folder) == ALL
+    table = run("ls", folder).stdout
+    assert "no .metadata: its writer has not finished" in table
+
+
+def test_ls_of_an_empty_directory_says_so(tmp_path: Path) -> None:
+    assert run("ls", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
+
+
+def test_verify_tells_intact_ones_from_those_that_cannot_be_told(folder: Path) -> None:
+    found = states("verify", folder)
+    assert found == {**ALL, "step_1.pt": "intact", "torch.pt": "no checksums", "dcp": "intact"}
+    assert run("verify", folder).exit_code == 1
+    for name in ("step_1.pt", "torch.pt", "dcp"):
+        assert run("verify", folder / name).exit_code == 0
+
+
+@pytest.mark.parametrize("damaged", ["step_1.pt", "dcp/__0_0.distcp", "dcp/.metadata"])
+def test_verify_finds_a_flipped_bit(folder: Path, damaged: str) -> None:
+    flip_a_bit(folder / damaged)
+    result = run("verify", folder / damaged.split("/")[0])
+    assert result.exit_code == 1
+    assert "damaged" in result.stdout
+
+
+@pytest.mark.parametrize("change", ["missing", "cut"])
+def test_ls_finds_a_file_that_is_missing_or_cut_without_reading_it(folder: Path, change: str) -> None:
+    data = folder / "dcp" / "__0_0.distcp"
+    if change == "missing":
+        data.unlink()
+    else:
+        os.truncate(data, 10)
+    assert states("ls", folder / "dcp") == {"dcp": "damaged"}
+
+
+def test_inspect_shows_tensors_of_a_file_and_of_a_directory(folder: Path) -> None:
+    entries = json.loads(run("inspect", folder / "step_1.pt", "--json").stdout)["entries"]
+    assert entries[0] == {"name": "w", "type": "float32", "shape": [4, 3], "size": 48}
+    assert entries[1]["type"] == "int"
+    entries = json.loads(run("inspect", folder / "dcp", "--json").stdout)["entries"]
+    assert {"name": "w", "type": "bfloat16", "shape": [5], "size": 10} in entries
+    assert "4 x 3" in run("inspect", folder / "step_1.pt").stdout
+
+
+def test_inspect_executes_nothing_that_a_file_says(folder: Path) -> None:
+    torch.save({"path": Path("x")}, folder / "hostile.pt")
+    result = run("inspect", folder / "hostile.pt")
+    assert result.exit_code == 1
+    assert "hostile.pt" in result.stderr
+
+
+def test_prune_keeps_the_newest_committed_ones_and_removes_leftovers(tmp_path: Path) -> None:
+    for step in range(4):
+        storage.save({"step": step}, tmp_path / f"step_{step}.pt")
+        age(tmp_path / f"step_{step}.pt", 100 - step)
+    save_directory(tmp_path / "being_written", {"w": torch.ones(5)})
+    (tmp_path / "being_written" / ".metadata").unlink()
+    (tmp_path / ".step_4.pt.nvrx-tmp-0123").write_text("half")
+    (tmp_path / "empty.pt").touch()
+    age(tmp_path / "empty.pt", 150)
+    before = set(os.listdir(tmp_path))
+    assert "would remove" in run("prune", tmp_path, "--keep", "2", "--dry-run").stdout
+    assert set(os.listdir(tmp_path)) == before
+    removed = json.loads(run("prune", tmp_path, "--keep", "2", "--json").stdout)["removed"]
+    assert {Path(path).name for path in removed} == before - {"step_2.pt", "step_3.pt", "being_written"}
+    assert set(os.listdir(tmp_path)) == {"step_2.pt", "step_3.pt", "being_written"}
+
+
+def test_prune_of_a_checkpoint_itself_is_refused(folder: Path) -> None:
+    result = run("prune", folder / "dcp", "--keep", "1")
+    assert result.exit_code == 1
+    assert "give the directory that it is in" in result.stderr
+    assert (folder / "dcp" / ".metadata").exists()
+
+
+def test_listing_and_verifying_import_no_torch(folder: Path) -> None:
+    code = (
+        "import sys\nfrom nvrx_slurm.cli.ckpt import main\n"
+        "main(sys.argv[1:], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    for words in (["ls", folder], ["prune", "--keep", "9", folder]):
+        subprocess.run(
+            [sys.executable, "-c", code, *words], check=True, timeout=60, stdout=subprocess.DEVNULL
+        )
