@@ -37,6 +37,7 @@ _KEYS = {
     "health_config": "health_config",
     "ft_attribution": "attribution",
     "ft_attribution_stop_action": "attribution_stop_action",
+    "ft_attribution_endpoint": "attribution_endpoint",
 }
 """Parameter to key of the configuration."""
 
@@ -195,6 +196,11 @@ _OPTIONS = [
         type=click.Choice(["log", "no-restart"]),
         help="When that finds that another try would end the same: log tells it, no-restart ends the job at "
         "the first moment when that costs no training.  [default: log]",
+    ),
+    click.option(
+        "--ft-attribution-endpoint",
+        metavar="URL",
+        help="Ask this service about each cycle, too: http://HOST:PORT, which has NVIDIA's /logs.",
     ),
     click.option(
         "--ft-config",

@@ -10,7 +10,7 @@ import click
 
 NO_POLL = "nothing is polled or checked at intervals"
 NO_HEALTH = "health checks have a configuration of their own: --health-config, see health.md"
-NO_SERVICE = "no attribution service is asked"
+NO_SERVICE = "the attribution service is the site's to start"
 STREAMS = "output comes over the agents' own connections; no log server is needed"
 
 
@@ -106,7 +106,6 @@ FOREIGN_FLAGS = (
     _refused("--ft-link-state-path-template", NO_HEALTH),
     _refused("--ft-enable-dist-storage-healthcheck", NO_HEALTH, "false", "0", "no"),
     _refused("--ft-storage-health-check-path", NO_HEALTH),
-    _refused("--ft-attribution-endpoint", NO_SERVICE),
     _refused("--ft-attribution-startup-timeout", NO_SERVICE),
     _refused("--ft-attribution-llm-api-key-file", NO_SERVICE),
     _refused("--ft-attribution-llm-base-url", NO_SERVICE),

@@ -358,6 +358,7 @@ def main(
         applog_prefix=fault_tolerance.per_cycle_applog_prefix,
         iteration_file=fault_tolerance.checkpoint_iteration_file,
         attribution=fault_tolerance.attribution,
+        attribution_endpoint=fault_tolerance.attribution_endpoint,
         ends=in_slurm.ends,
         time_limit_margin_s=time_limit_margin,
         launches=in_slurm.launches,

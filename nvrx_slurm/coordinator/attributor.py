@@ -14,6 +14,7 @@ import msgspec
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.past import hung_node
+from nvrx_slurm.coordinator.tasks import cancel_all
 from nvrx_slurm.interpreter import command_for
 from nvrx_slurm.journal import CycleAttributed, FaultKind, Record
 
@@ -92,9 +93,7 @@ class Attributor:
         """Wait a little for what is being attributed; end it then."""
         if self._running:
             await asyncio.wait(self._running, timeout=_LAST_S)
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await cancel_all([*self._running])
 
     async def _attribute(self, cycle: int, rank: int | None) -> None:
         # The lock is fair: the history is in order.

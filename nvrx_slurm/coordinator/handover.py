@@ -44,6 +44,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     cycle_info_dir: str | None = None
     applog_prefix: str | None = None
     attribution: bool = True
+    attribution_endpoint: str = ""
     output: str = ""
     """The file that the job's output goes to; empty: none."""
     v: int = _VERSION

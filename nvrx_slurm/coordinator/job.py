@@ -17,6 +17,7 @@ from nvrx_slurm.coordinator.agent_messages import AgentMessages
 from nvrx_slurm.coordinator.agents import SRUN_GRACE_S, Agents, where_to_find
 from nvrx_slurm.coordinator.allocation import Allocation
 from nvrx_slurm.coordinator.app_log import AppLog
+from nvrx_slurm.coordinator.attribution_service import AttributionService, user_name
 from nvrx_slurm.coordinator.attributor import Attributor, finding_of
 from nvrx_slurm.coordinator.charge import EXIT_REPLACED, Charge
 from nvrx_slurm.coordinator.cycle import CycleMachine, Phase
@@ -70,6 +71,12 @@ class JobRunner:
         self._attributor: Attributor | None = None
         if spec.attribution:
             self._attributor = Attributor(spec.run_dir.path, self._output.settle, self._record)
+        self._service: AttributionService | None = None
+        if spec.attribution_endpoint:
+            log_of = app_log.path if app_log else spec.run_dir.merged_log
+            self._service = AttributionService(
+                spec.attribution_endpoint, log_of, user_name(), spec.job_id, self._record
+            )
         self._agents: Agents | None = None
         self._timers: dict[steps.Timer, asyncio.TimerHandle] = {}
         self._ended: asyncio.Future[steps.End] | None = None
@@ -158,6 +165,8 @@ class JobRunner:
         self._output.close()
         if self._attributor is not None:
             await self._attributor.finish()
+        if self._service is not None:
+            await self._service.finish()
 
     def _begin(self) -> Sequence[steps.Command]:
         before = self._spec.succession
@@ -381,6 +390,8 @@ class JobRunner:
         self._allocation.note(record.event)
         if self._attributor is not None:
             self._attributor.take(record)
+        if self._service is not None:
+            self._service.take(record)
         if isinstance(record.event, journal.CycleAttributed):
             self._feed(finding_of(record.event, record.cycle))
         if isinstance(record.event, journal.Verdict) and record.event.rank is not None:

@@ -83,6 +83,8 @@ class JobSpec:
     """Where the training keeps its newest checkpoint's step; ``policy`` says whether it does."""
     attribution: bool = True
     """Ended cycles are attributed in the background."""
+    attribution_endpoint: str = ""
+    """See :mod:`nvrx_slurm.coordinator.attribution_service`; empty: there is no such service."""
     ends: int | None = None
     """When the job's time is over, Unix seconds; None: there is no limit."""
     time_limit_margin_s: float = 0.0
@@ -125,5 +127,6 @@ class JobSpec:
             cycle_info_dir=None if self.cycle_info_dir is None else str(self.cycle_info_dir),
             applog_prefix=None if self.applog_prefix is None else str(self.applog_prefix),
             attribution=self.attribution,
+            attribution_endpoint=self.attribution_endpoint,
             output=shared_output(),
         )

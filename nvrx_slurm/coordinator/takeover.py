@@ -111,6 +111,7 @@ def specification(
         cycle_info_dir=_path(handover.cycle_info_dir),
         applog_prefix=_path(handover.applog_prefix),
         attribution=handover.attribution,
+        attribution_endpoint=handover.attribution_endpoint,
         ends=handover.ends,
         time_limit_margin_s=handover.time_limit_margin_s,
         standby=True,

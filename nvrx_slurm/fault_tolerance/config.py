@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nvrx_slurm.durations import NO_LIMIT, parse_duration
 from nvrx_slurm.wire.node_options import MOST_COUNT, NodeOptions
@@ -63,6 +64,8 @@ class FaultToleranceConfig:
     """What ended a cycle is found out in the background, from its logs and traces."""
     attribution_stop_action: str = "log"
     """When that finds that another try is of no use: ``log`` says so, ``no-restart`` ends the job."""
+    attribution_endpoint: str = ""
+    """URL of a service that is asked about each cycle, too; empty: none is."""
 
     def monitoring(self) -> Monitoring:
         """Return what ranks and monitors are told."""
@@ -214,6 +217,22 @@ def _megabytes(value: object) -> float:
     raise ValueError("a number of MiB, 0 or more")
 
 
+def _endpoint(value: object) -> str:
+    if value in (None, ""):
+        return ""
+    accepted = "the URL of a service that runs already: http://HOST:PORT or https://HOST:PORT"
+    parts = urlsplit(value) if isinstance(value, str) and value.isprintable() else None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(accepted)
+    if " " in str(value) or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(accepted)
+    try:
+        parts.port  # noqa: B018  # it is only checked when it is asked for
+    except ValueError:
+        raise ValueError(accepted) from None
+    return str(value)
+
+
 def _stop_action(value: object) -> str:
     if value is None:
         return "log"
@@ -259,6 +278,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "health_config": _path,
     "attribution": _switch,
     "attribution_stop_action": _stop_action,
+    "attribution_endpoint": _endpoint,
 }
 assert set(_PARSERS) == {key.name for key in fields(FaultToleranceConfig)}
 
@@ -273,7 +293,7 @@ NOT_NEEDED: Mapping[str, str] = {
 """Keys of NVIDIA's extension that say how, not what; accepted, and without effect."""
 
 _HEALTH = "health checks have a configuration of their own: --health-config, see health.md"
-_SERVICE = "no attribution service is asked"
+_SERVICE = "the attribution service is the site's to start"
 NOT_OFFERED: Mapping[str, tuple[str, Sequence[object]]] = {
     "rank_termination_signal": ("a hung rank is killed with SIGKILL", ("SIGKILL", 9)),
     "segment": ("it is an option, --ft-segment", ()),
@@ -285,7 +305,6 @@ NOT_OFFERED: Mapping[str, tuple[str, Sequence[object]]] = {
     "pci_topo_file": (_HEALTH, ()),
     "link_down_path_template": (_HEALTH, ()),
     "link_state_path_template": (_HEALTH, ()),
-    "attribution_endpoint": (_SERVICE, ()),
     "attribution_export_url": (_SERVICE, ()),
 }
 """Keys of NVIDIA's extension that cannot be obeyed: why, and what may be said because it changes nothing, as

@@ -210,6 +210,7 @@ def _coordinate(launch: Launch, name: str, token: str, started: Callable[[int], 
         applog_prefix=fault_tolerance.per_cycle_applog_prefix,
         iteration_file=fault_tolerance.checkpoint_iteration_file,
         attribution=fault_tolerance.attribution,
+        attribution_endpoint=fault_tolerance.attribution_endpoint,
     )
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:

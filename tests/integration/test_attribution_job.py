@@ -18,6 +18,7 @@ from nvrx_slurm.attribution.history import read_history
 from nvrx_slurm.coordinator import attributor
 from nvrx_slurm.coordinator.attributor import Attributor
 from nvrx_slurm.journal import CycleAttributed, CycleStarted, FaultKind, JobEnded, Record, Verdict
+from tests.attribution_server import recommends, serving
 
 MakeJob = Callable[..., LocalJob]
 ON = ("--ft-attribution", "on")
@@ -142,3 +143,18 @@ def test_a_child_that_takes_too_long_is_killed(
         ["it took longer than 0.5 s"] if bound == "_TIMEOUT_S" else []
     )
     until("no child is left", lambda: not children())
+
+
+def test_a_service_that_says_stop_ends_the_job(job: MakeJob) -> None:
+    script = RANK + "if cycle == 0:\n    sys.exit(1)\nwait_for('what nobody makes')"
+    with serving(recommends("STOP", reason="the data is broken")) as server:
+        it = job(
+            script, "--ft-attribution-endpoint", server.url, "--ft-attribution-stop-action", "no-restart"
+        )
+        assert it.run() == 93, it.stderr
+    (found,) = it.events(CycleAttributed)
+    assert (found.by, found.action) == ("service", "stop")
+    assert "no other try after cycle 0: the data is broken" in it.stderr
+    assert {posted["log_path"] for posted in server.posted} == {
+        str(it.run_dir / "cycles" / str(cycle) / "merged.log") for cycle in (0, 1)
+    }
