@@ -41,13 +41,14 @@ def hook(stage: str, limit: float, config_path: Path | None, state_dir: Path | N
     The job's Comment and Extra are read from standard input, with a NUL between them. Exit codes: 0 go on; 17
     the node has failed and is drained; everything else: this is broken, and the hook passes.
     """
+    from nvrx_slurm.health.stage import Stage
     from nvrx_slurm.hooks.context import ContextError, HookContext
     from nvrx_slurm.hooks.hook import Hook
 
     checks, config = configured(config_path)
     notes = "" if sys.stdin.isatty() else sys.stdin.buffer.read(_MOST_NOTES).decode(errors="replace")
     try:
-        context = HookContext.from_environ(os.environ, notes, needs_job=stage != "periodic")
+        context = HookContext.from_environ(os.environ, notes, Stage(stage))
     except ContextError as error:
         raise Refused(str(error)) from error
     node = make_node(stage, config, state_dir, context.job)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from nvrx_slurm import __version__, journal
 from nvrx_slurm.coordinator import steps
+from nvrx_slurm.coordinator.accusations import Accusations
 from nvrx_slurm.coordinator.adopted_timeouts import AdoptedTimeouts
 from nvrx_slurm.coordinator.agent_messages import AgentMessages
 from nvrx_slurm.coordinator.agents import SRUN_GRACE_S, Agents, where_to_find
@@ -84,6 +85,9 @@ class JobRunner:
         """The cycle whose ranks were asked to save and end."""
         self._iterations = None if spec.iteration_file is None else IterationFile(spec.iteration_file)
         self._told_of_iterations = False
+        self._accusations: Accusations | None = None
+        if spec.slurm is not None:
+            self._accusations = Accusations(spec.slurm, spec.job_id, spec.restart_count, self._terminal.say)
         self._charge: Charge | None = None
         if spec.lease is not None and spec.slurm is not None:
             self._charge = Charge(
@@ -394,6 +398,8 @@ class JobRunner:
             self._service.take(record)
         if isinstance(record.event, journal.CycleAttributed):
             self._feed(finding_of(record.event, record.cycle))
+        if self._accusations is not None and self._accusations.note(record.event):
+            self._tasks.spawn(self._accusations.publish())
         if isinstance(record.event, journal.Verdict) and record.event.rank is not None:
             self._tasks.spawn(self._show_last_lines(record.cycle, record.event.rank))
 

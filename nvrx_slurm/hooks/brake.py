@@ -15,8 +15,8 @@ from nvrx_slurm.slurm.administration import NodeRecord
 def why_not(node: str, check: str, nodes: Sequence[NodeRecord], share: float) -> str:
     """Return why ``node`` must not be drained for a failure of ``check``, or not stay so; empty if it may.
 
-    To be asked before, and again when it is drained: of many nodes that ask in the same moment each sees the
-    others the second time, and those that came last give way.
+    To be asked before, and again a second after it was drained: of many nodes that are drained in the same
+    moment each sees the others then, and those that came last give way.
 
     Args:
         nodes: as Slurm has them now.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nvrx_slurm.health.node import JobContext
+from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.slurm.accusation import parse_accusation
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -28,8 +29,10 @@ class HookContext:
     """Why the job holds this node to be bad: the user's words. Empty: it does not."""
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str], notes: str, *, needs_job: bool) -> HookContext:
+    def from_environ(cls, environ: Mapping[str, str], notes: str, stage: Stage) -> HookContext:
         """Read the environment, and ``notes``: the job's Comment and Extra, with a NUL between them.
+
+        They count after a job only: before it, there is nothing that it could have seen.
 
         Raises:
             ContextError: a name that is needed is missing, or is none.
@@ -37,9 +40,9 @@ class HookContext:
         node, job_id = environ.get("SLURMD_NODENAME", ""), environ.get("SLURM_JOB_ID", "")
         if not _NODE.fullmatch(node):
             raise ContextError(f"SLURMD_NODENAME={node[:80]!r} is no node's name: slurmd sets it")
-        if needs_job and not _JOB.fullmatch(job_id):
+        if stage is not Stage.PERIODIC and not _JOB.fullmatch(job_id):
             raise ContextError(f"SLURM_JOB_ID={job_id[:80]!r} is no job's id: slurmd sets it")
-        accusations = [parse_accusation(note) for note in notes.split("\0")]
+        accusations = [parse_accusation(note) for note in notes.split("\0") if stage is Stage.EPILOG]
         against = [
             said.bad[node]
             for said in accusations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nvrx_slurm.health.reasons import reason_for
@@ -10,6 +12,9 @@ from nvrx_slurm.health.result import CheckResult
 from nvrx_slurm.hooks.brake import our_reason, why_not
 from nvrx_slurm.slurm.administration import NodeAdmin, NodeRecord
 from nvrx_slurm.slurm.client import SlurmRefusedError, SlurmUnavailableError
+
+SETTLE_S = 1.1
+"""Slurm counts in seconds: after that, all nodes that were drained in the same one can be seen."""
 
 
 class Outcome(enum.Enum):
@@ -36,15 +41,23 @@ class Drained:
     """One sentence for the log."""
 
 
-def drain(admin: NodeAdmin, node: str, failure: CheckResult, share: float, now: float) -> Drained:
+def drain(
+    admin: NodeAdmin,
+    node: str,
+    failure: CheckResult,
+    share: float,
+    now: float,
+    wait: Callable[[float], None] = time.sleep,
+) -> Drained:
     """Drain ``node`` for ``failure``, unless it is out of service, or the brake says no.
 
     Args:
         share: see :func:`~nvrx_slurm.hooks.brake.why_not`.
         now: Unix seconds.
+        wait: for so many seconds, before the brake is asked again.
     """
     try:
-        return _drain(admin, node, failure, share, now)
+        return _drain(admin, node, failure, share, now, wait)
     except SlurmUnavailableError as error:
         # Without Slurm's word there is no brake: what stops one node here might be stopping all of them.
         return Drained(Outcome.UNKNOWN, f"not drained, Slurm could not be asked: {error}")
@@ -52,7 +65,14 @@ def drain(admin: NodeAdmin, node: str, failure: CheckResult, share: float, now: 
         return Drained(Outcome.UNKNOWN, f"not drained, Slurm refuses: {error}")
 
 
-def _drain(admin: NodeAdmin, node: str, failure: CheckResult, share: float, now: float) -> Drained:
+def _drain(
+    admin: NodeAdmin,
+    node: str,
+    failure: CheckResult,
+    share: float,
+    now: float,
+    wait: Callable[[float], None],
+) -> Drained:
     nodes = admin.node_records()
     there = _find(nodes, node)
     if there.out_of_service:
@@ -62,6 +82,7 @@ def _drain(admin: NodeAdmin, node: str, failure: CheckResult, share: float, now:
         return Drained(Outcome.BRAKED, f"NOT drained: {why}")
     reason = str(reason_for(failure, now))
     admin.drain(node, reason)
+    wait(SETTLE_S)
     if why := _second_thoughts(admin, node, reason, failure.check, share):
         admin.resume(node)
         return Drained(Outcome.BRAKED, f"NOT drained: {why}")

@@ -6,6 +6,7 @@ What stops a node is a positive finding, and Slurm's word that draining it is ri
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,7 @@ class Hook:
     admin: NodeAdmin
     say: Callable[[str], None]
     limit_s: float
+    wait: Callable[[float], None] = time.sleep
 
     def run(self) -> ExitCode:
         """Do everything; return how the script shall end."""
@@ -78,7 +80,7 @@ class Hook:
 
     @property
     def _deep(self) -> bool:
-        return self.node.stage is Stage.EPILOG and bool(self.context.accusation)
+        return bool(self.context.accusation)
 
     def _selected(self) -> Sequence[Check]:
         chosen = select(self.checks, self.node.stage, self.config)
@@ -92,7 +94,8 @@ class Hook:
         if len(found) > 1:
             worst = replace(worst, evidence=f"{worst.evidence} and {len(found) - 1} more")
         now = self.node.clock.now()
-        drained = drain(self.admin, self.context.node, worst, self.config.hooks.brake_share, now)
+        share = self.config.hooks.brake_share
+        drained = drain(self.admin, self.context.node, worst, share, now, self.wait)
         self.say(f"node {self.context.node} {drained.told}")
         if not drained.outcome.out_of_service:
             return ExitCode.PASS

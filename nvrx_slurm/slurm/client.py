@@ -130,6 +130,14 @@ class SlurmClient(Protocol):
         """
         ...
 
+    def comment(self, job_id: str) -> str:
+        """Return the job's Comment, exactly.
+
+        Raises:
+            SlurmUnavailableError, UnknownJobError
+        """
+        ...
+
     def config(self) -> SlurmConfig:
         """Return the site's configuration.
 
@@ -222,6 +230,9 @@ class ScontrolClient:
     def partition_nodes(self, partition: str) -> list[Node]:
         argv = ["sinfo", "-h", "-N", "-p", partition, "-o", "%N|%T|%E"]
         return parse_nodes(self._output(argv))
+
+    def comment(self, job_id: str) -> str:
+        return parse_comment(self._output(["squeue", "-h", "-o", "%A|%k", "-j", job_id]), job_id)
 
     def config(self) -> SlurmConfig:
         return parse_config(self._scontrol("show", "config"))
@@ -340,6 +351,22 @@ def parse_job(text: str, job_id: str) -> Job:
         ends=moment("EndTime") if limited else None,
         preempted=preempted or fields.get("JobState") == "PREEMPTED",
     )
+
+
+def parse_comment(text: str, job_id: str) -> str:
+    """Read ``squeue -h -o "%A|%k" -j JOB``; a comment may go over several lines.
+
+    Asked about one task of a job array, Slurm may tell of all.
+
+    Raises:
+        UnknownJobError: the text does not hold the job.
+    """
+    for told in re.split(r"^(?=\d+\|)", text, flags=re.M):
+        of, _, comment = told.partition("|")
+        if of == job_id:
+            comment = comment.removesuffix("\n")
+            return "" if comment == "(null)" else comment
+    raise UnknownJobError(f"Slurm does not know job {job_id}")
 
 
 def parse_nodes(text: str) -> list[Node]:

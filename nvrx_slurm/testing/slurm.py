@@ -50,6 +50,8 @@ class FakeSlurmClient:
         self.nodes = list(nodes) or [Node(name, "allocated", "none") for name in named]
         self.addresses: dict[str, str] = {}
         """Where a node's address differs from its name."""
+        self.comments: dict[str, str] = {}
+        """By job id."""
         self.settings = SlurmConfig(kill_wait_s=30, slurmd_timeout_s=300)
         self.orders: list[tuple[str, str, dict[str, str]]] = []
         self.refuses: dict[str, str] = {}
@@ -78,6 +80,10 @@ class FakeSlurmClient:
         self._answer()
         return list(self.nodes)
 
+    def comment(self, job_id: str) -> str:
+        self.job(job_id)
+        return self.comments.get(job_id, "")
+
     def config(self) -> SlurmConfig:
         self._answer()
         return self.settings
@@ -93,6 +99,8 @@ class FakeSlurmClient:
         if "ExcNodeList" in fields:
             changes["excluded_nodes"] = tuple(expand_hostlist(fields["ExcNodeList"]))
         self._order("update", job_id, fields, **changes)
+        if "Comment" in fields:
+            self.comments[job_id] = fields["Comment"]
 
     def release(self, job_id: str) -> None:
         self._order("release", job_id, {}, state="PENDING")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from nvrx_slurm.devcluster import config
+from nvrx_slurm.devcluster import DevCluster, config
 from nvrx_slurm.devcluster.config import SlurmVersion
 from nvrx_slurm.devcluster.errors import DevClusterError
 from nvrx_slurm.devcluster.network import Subnet
@@ -113,3 +114,16 @@ def test_a_machine_whose_name_is_taken_inside_does_not_shadow_a_node(machine: st
     assert not any(
         line.startswith("10.77.1.1 ") for line in config.hosts(cluster(), SUBNET, machine).splitlines()
     )
+
+
+def test_lines_of_the_callers_own_come_last_and_so_count() -> None:
+    more = ("KillWait=77", "Prolog=/etc/nvrx/prolog.d/*")
+    text = config.slurm_conf(dataclasses.replace(cluster(), slurm_conf=more), LAYOUT, SUBNET)
+    assert text.splitlines()[-2:] == list(more)
+    assert settings(text)["KillWait"] == "77"
+
+
+@pytest.mark.parametrize("line", ["Prolog", "a b=c", "X=1\nY=2", "=1", "Include /etc/passwd"])
+def test_what_is_no_line_of_slurm_conf_is_refused(line: str) -> None:
+    with pytest.raises(DevClusterError, match=r"no line of slurm\.conf: use NAME=VALUE"):
+        DevCluster("dev").up(slurm_conf=[line])

@@ -32,6 +32,7 @@ class World:
     def __init__(self, root: Path) -> None:
         self.admin = FakeNodeAdmin("n1", "n2")
         self.said: list[str] = []
+        self.waited: list[float] = []
         self.fan: CheckResult = ok("turns")
         self.deep: CheckResult = ok("fast")
         self.accusation = ""
@@ -47,7 +48,8 @@ class World:
             "gpu-probe": self._check("gpu-probe", lambda: self.deep, opt_in=True),
         }
         context = HookContext("n1", job, self.accusation)
-        return Hook(context, node, checks, self.config, self.admin, self.said.append, 30.0).run()
+        say, wait = self.said.append, self.waited.append
+        return Hook(context, node, checks, self.config, self.admin, say, 30.0, wait).run()
 
     def _check(self, name: str, say: Callable[[], CheckResult], *, opt_in: bool = False) -> Check:
         return Check(
@@ -156,9 +158,7 @@ def test_a_failure_that_does_not_count_yet_drains_nothing_and_keeps_the_old_base
 def test_only_an_accused_node_is_looked_at_deeper(world: World) -> None:
     world.deep = fail("half as fast", "matmul", "gpu 2", remedy="replace it")
     assert world.run(Stage.EPILOG) is ExitCode.PASS
-    assert world.run(Stage.PROLOG) is ExitCode.PASS
     world.accusation = "3 faults of its own"
-    assert world.run(Stage.PROLOG) is ExitCode.PASS
     assert world.run(Stage.EPILOG) is ExitCode.NODE_FAILED
     assert world.admin.records["n1"].reason == "nvrx:gpu-probe:gpu-2:repair 1795982672 half as fast"
 
@@ -231,9 +231,9 @@ def test_the_site_says_after_whom_to_clean_up(world: World, left: list[int], hoo
 # --- what slurmd tells -------------------------------------------------------------------------------------
 
 
-def context(notes: str = "", **environ: str) -> HookContext:
+def context(notes: str = "", stage: Stage = Stage.EPILOG, **environ: str) -> HookContext:
     given = {"SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "12", "SLURM_JOB_UID": "1001", **environ}
-    return HookContext.from_environ(given, notes, needs_job=True)
+    return HookContext.from_environ(given, notes, stage)
 
 
 ACCUSED = '{"nvrx":{"v":1,"run":1,"bad":{"n1":"slow"}}}'
@@ -260,7 +260,7 @@ def test_what_is_no_name_is_refused(environ: dict[str, str]) -> None:
 
 
 def test_health_check_program_is_told_no_job() -> None:
-    assert HookContext.from_environ({"SLURMD_NODENAME": "n1"}, "", needs_job=False).job.job_id == ""
+    assert HookContext.from_environ({"SLURMD_NODENAME": "n1"}, "", Stage.PERIODIC).job.job_id == ""
 
 
 @pytest.mark.parametrize("notes", [ACCUSED + "\0", "\0" + ACCUSED, "other\0" + ACCUSED])
@@ -275,6 +275,12 @@ def test_an_accusation_is_read_from_comment_and_extra(notes: str) -> None:
 def test_an_accusation_counts_in_the_epilog_of_its_own_run(count: str, counts: bool) -> None:
     """Slurm counts the next run before the epilog of the one that is being requeued."""
     assert bool(context(ACCUSED, SLURM_JOB_RESTART_COUNT=count).accusation) is counts
+
+
+@pytest.mark.parametrize("stage", [Stage.PROLOG, Stage.PERIODIC])
+def test_a_job_that_has_not_run_accuses_nobody(stage: Stage) -> None:
+    told = context(ACCUSED, stage)
+    assert (told.accusation, told.job.accused) == ("", False)
 
 
 def test_an_accusation_of_another_node_is_none_of_this_one() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nvrx_slurm.health.result import CheckResult, fail
-from nvrx_slurm.hooks.brake import our_reason
-from nvrx_slurm.hooks.drain import Drained, Outcome, drain
+from nvrx_slurm.hooks.brake import our_reason, why_not
+from nvrx_slurm.hooks.drain import SETTLE_S, Drained, Outcome, drain
 from nvrx_slurm.slurm import SlurmRefusedError, SlurmUnavailableError
 from nvrx_slurm.testing.slurm import FakeNodeAdmin
 
@@ -22,7 +24,7 @@ def broken(check: str = "gpu-ecc") -> CheckResult:
 
 
 def drained(admin: FakeNodeAdmin, node: str = "n0", check: str = "gpu-ecc", share: float = 0.1) -> Drained:
-    return drain(admin, node, broken(check), share, now=900.0)
+    return drain(admin, node, broken(check), share, now=900.0, wait=lambda seconds: None)
 
 
 def test_a_node_that_fails_is_drained_with_the_reason() -> None:
@@ -147,3 +149,22 @@ def test_a_drain_that_could_not_be_looked_at_again_stands() -> None:
     admin = FakeNodeAdmin(*TEN)
     admin.after_drain = lambda: setattr(admin, "unavailable", SlurmUnavailableError("no answer"))
     assert drained(admin).outcome is Outcome.DRAINED
+
+
+@given(st.permutations(TEN[:6]))
+def test_of_nodes_that_were_drained_in_one_second_exactly_so_many_stay_as_may(order: list[str]) -> None:
+    """None saw another before it was drained; when the second is over each looks again, in any order."""
+    admin = FakeNodeAdmin(*TEN)
+    for node in order:
+        admin.set(node, "idle+drain", OURS, since=1000)
+    for node in order:
+        if why_not(node, "gpu-ecc", admin.node_records(), share=0.2):
+            admin.resume(node)
+    assert [name for name, record in admin.records.items() if record.drained] == ["n0", "n1"]
+
+
+def test_the_brake_is_asked_again_when_the_second_is_over() -> None:
+    waited: list[float] = []
+    drain(FakeNodeAdmin(*TEN), "n0", broken(), 0.1, now=900.0, wait=waited.append)
+    assert waited == [SETTLE_S]
+    assert SETTLE_S > 1
