@@ -1,12 +1,14 @@
 """Work in a child process that may hang, crash or never die, without the parent doing any of that.
 
 A process in the kernel's D state (a dead NFS server, a GPU that is gone) does not even hear SIGKILL. So a
-child that is late is killed and never waited for; the kernel reaps it when our process is gone.
+child that is late is killed and never waited for; the kernel reaps it when our process is gone. It holds
+nothing of ours, not even standard output.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import selectors
@@ -108,6 +110,7 @@ def _serve(work: Callable[[Emit], None], writer: int, limit_s: float) -> None:
     """Never return."""
     code = 1
     try:
+        writer = _let_go_of_all_but(writer)
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM, signal.SIGPIPE):
             signal.signal(sig, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
@@ -123,6 +126,21 @@ def _serve(work: Callable[[Emit], None], writer: int, limit_s: float) -> None:
         code = 0
     finally:
         os._exit(code)
+
+
+def _let_go_of_all_but(writer: int) -> int:
+    """Close what came from the parent, and return the descriptor that ``writer`` is now.
+
+    A child that can't die would keep the parent's pipes open for ever, and whoever reads what the parent
+    prints would wait for ever: slurmd, or an agent.
+    """
+    writer = fcntl.fcntl(writer, fcntl.F_DUPFD_CLOEXEC, 3)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(null, descriptor)
+    os.closerange(3, writer)
+    os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+    return writer
 
 
 @dataclass(frozen=True)

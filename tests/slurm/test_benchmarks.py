@@ -52,6 +52,22 @@ def test_the_quick_recovery_benchmark_ends_in_time_with_our_recovery_in_it() -> 
     assert took < QUICK_S + 5, err  # a busy machine may be slow in taking the cluster down
 
 
+def test_the_quick_hooks_benchmark_tells_what_a_prolog_takes_beside_the_floor() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "hooks.py"), "--quick", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as benchmark:
+        out, err = benchmark.communicate(timeout=110)
+
+    assert benchmark.returncode == 0, err
+    rows = {(row["who"], row["metric"]): row for row in json.loads(out)["rows"]}
+    assert set(rows) == {(who, what) for who in ("ours", "floor") for what in ("time", "time_p99", "cpu")}
+    assert rows["floor", "cpu"]["p50"] < rows["ours", "cpu"]["p50"] < 1.0
+    assert not (BASE / f"hooks{benchmark.pid}").exists()
+
+
 @pytest.mark.timeout(300)
 def test_a_short_soak_finds_nothing_that_leaks_and_the_loss_curve_as_it_should_be() -> None:
     with subprocess.Popen(

@@ -6,6 +6,8 @@ import contextlib
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,3 +247,22 @@ def test_root_does_not_believe_what_another_user_has_left(tmp_path: Path) -> Non
     StateDir(tmp_path).save("x", 1)
     os.chown(tmp_path / "x.json", 12345, 0)
     assert StateDir(tmp_path).load("x", int) is None
+
+
+def test_a_child_that_does_not_end_holds_nothing_of_its_callers() -> None:
+    """One in the kernel's D state would keep a pipe open for ever, and whoever reads from it waiting."""
+    code = (
+        "import os, time\n"
+        "from nvrx_slurm.health.isolation import Child\n"
+        "child = Child(lambda emit: (emit('is there'), time.sleep(60)), 60)\n"
+        "while not child.receive(): pass\n"
+        "print(child.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    # Returns only once nobody has the other ends of its pipes.
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    pid = int(done.stdout)
+    left = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    os.kill(pid, signal.SIGKILL)
+    assert {name.partition(":")[0] for name in left} == {os.devnull, "pipe"}
