@@ -62,10 +62,13 @@ def main(
             losses.append(training.step, loss)
             if training.step % 10 == 0 or training.step == 1:
                 print(f"step {training.step}/{options.steps}  loss {loss:.4f}", flush=True)
-        if stop or training.step % options.ckpt_every == 0 or training.step == options.steps:
+        last = stop or training.step == options.steps
+        if last or training.step % options.ckpt_every == 0:
             training.save()
-            if ranks.first:
-                client.report_checkpoint_saved(training.step)
+        for step in training.newly_saved(wait=last):
+            client.report_checkpoint_saved(step)
+    if training.background:
+        training.background.close()
     if losses:
         losses.close()
         ending = "stopped as asked, checkpoint saved" if stop else "finished"
@@ -136,6 +139,14 @@ class Training:
         self.gradients = FlatGradients(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr, fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._learning_rate_factor)
+        self.files: Any = checkpoints
+        self.background: Any = None
+        self._saved: list[int] = []
+        if options.ckpt == "async":
+            from gpt import background
+
+            self.files = background
+            self.background = background.Saver(options.out) if ranks.first else None
 
     def run_step(self, *, want_stop: bool) -> tuple[float, bool]:
         """One optimizer step: the loss averaged over all ranks, and whether any of them wants to stop."""
@@ -156,16 +167,29 @@ class Training:
     def save(self) -> None:
         """All ranks call this: each gives its random state, the first one writes."""
         rng = {name: self.ranks.gather(state) for name, state in rng_state(self.ranks.device).items()}
-        if self.ranks.first:
-            checkpoints.save(self.options.out, self.step, self.state() | {"rng": rng})
+        if not self.ranks.first:
+            return
+        state = self.state() | {"rng": rng}
+        if self.background:
+            self.background.save(self.step, state)
+        else:
+            checkpoints.save(self.options.out, self.step, state)
+            self._saved.append(self.step)
+
+    def newly_saved(self, *, wait: bool) -> list[int]:
+        """The steps whose checkpoints this rank has got to disk since the last call."""
+        if self.background:
+            return self.background.committed(wait=wait)
+        saved, self._saved = self._saved, []
+        return saved
 
     def resume(self) -> bool:
         """Continue from the newest readable checkpoint, the same one on all ranks; False if there is none."""
         found, state = -1, None
         if self.ranks.first:
             self.options.out.mkdir(parents=True, exist_ok=True)
-            checkpoints.remove_leftovers(self.options.out)
-            if newest := checkpoints.load_newest(self.options.out):
+            self.files.remove_leftovers(self.options.out)
+            if newest := self.files.load_newest(self.options.out):
                 found, state = newest
         fingerprint = zlib.crc32(repr(self.settings()).encode())
         first_has = torch.tensor([found, fingerprint], device=self.ranks.device)
@@ -179,7 +203,7 @@ class Training:
         if step < 0:
             return False
         # Each rank reads the file that rank 0 could read, and fails loudly rather than start elsewhere.
-        self.load_state(state or checkpoints.load(checkpoints.path_of(self.options.out, step)))
+        self.load_state(state or self.files.load(self.files.path_of(self.options.out, step)))
         if self.ranks.first:
             print(f"resumed from step {step}", flush=True)
         return True
@@ -287,6 +311,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         help="folder for checkpoints and loss.jsonl; every rank must see it",
     )
     add("--ckpt-every", type=int, default=20, metavar="STEPS", help="steps between checkpoints")
+    add(
+        "--ckpt",
+        choices=["shared", "async"],
+        default="shared",
+        help="async: written while training goes on, to files of their own",
+    )
     add("--batch", type=int, default=8, help="sequences per rank and step")
     add("--block", type=int, default=64, help="bytes in a sequence")
     add("--layers", type=int, default=3, help="transformer blocks")

@@ -288,3 +288,30 @@ def test_a_repeated_step_with_another_loss_is_an_error(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 1, "loss": 0.5000000000000001}\n')
     with pytest.raises(LossesDiffer, match="step 1 of"):
         read_losses(path)
+
+
+class TestAsync:
+    """With the package itself in place of the stand-in: outside nvrx-srun its client does nothing."""
+
+    def train(self, out: Path, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), "--out", str(out), *TINY, "--ckpt-every", "5", *arguments],
+            env=clean_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        return done.stdout
+
+    def test_written_in_the_background_a_checkpoint_resumes_the_same_loss_curve(self, tmp_path: Path) -> None:
+        self.train(tmp_path / "once", "--steps", "16")
+        self.train(tmp_path / "twice", "--steps", "12", "--ckpt", "async")
+        # as if it had been killed at the twelfth step, before that was on disk
+        (tmp_path / "twice" / "async_step_00000012.pt").unlink()
+        output = self.train(tmp_path / "twice", "--steps", "16", "--ckpt", "async")
+        assert "resumed from step 10" in output
+        assert read_losses(tmp_path / "twice" / "loss.jsonl") == read_losses(tmp_path / "once" / "loss.jsonl")
+        kept = sorted(path.name for path in (tmp_path / "twice").glob("*.pt"))
+        assert kept == ["async_step_00000015.pt", "async_step_00000016.pt"]
