@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault
+from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault, SchedulerState
 from nvrx_slurm.attribution.flight_recorder import Place
 from nvrx_slurm.attribution.history import Attempt, read_history
 from nvrx_slurm.attribution.logs.finding import Source, SourceKind
@@ -25,6 +25,7 @@ from nvrx_slurm.journal import (
     WorkersStarted,
 )
 
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
 DUMPS = "flight_recorder"
 """Folder of a cycle's Flight Recorder dumps, in the cycle's own."""
 
@@ -94,6 +95,7 @@ def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None =
         world_size=next((e.world_size for e in events if isinstance(e, CycleStarted)), None),
         places=_places(events),
         faults=_faults(mine),
+        scheduler=_ended_by_slurm(mine),
         lost_nodes=tuple(dict.fromkeys(e.node for e in events if isinstance(e, NodeLost))),
         last_step=max(steps, default=None),
         saved_step=max((e.step for e in events if isinstance(e, CheckpointSaved)), default=None),
@@ -119,6 +121,22 @@ def _places(events: Iterable[object]) -> dict[int, Place]:
         if isinstance(event, WorkersStarted)
         for local, rank in enumerate(event.ranks)
     }
+
+
+def _ended_by_slurm(records: Sequence[Record]) -> SchedulerState | None:
+    """Return why the cycle was stopped if the job was asked to end before any fault; None: it was not."""
+    stops: list[StopRequested] = []
+    for record in records:
+        if isinstance(record.event, FaultDetected) and not stops:
+            return None
+        if isinstance(record.event, StopRequested):
+            stops.append(record.event)
+    if any(stop.preempted for stop in stops):
+        return SchedulerState.PREEMPTED
+    first = stops[0] if stops else None
+    if first is not None and not first.signal:
+        return SchedulerState.TIMEOUT  # nothing but the time limit asks without a signal
+    return SchedulerState.CANCELLED if first is not None and first.signal in _ENDING else None
 
 
 def _faults(records: Sequence[Record]) -> tuple[ProcessFault, ...]:

@@ -26,6 +26,8 @@ _TRACES_S = 6.0
 _USELESS = frozenset({"4-deterministic", "7-repeated", "10-startup"})
 """Rules of the policy that say of the cause itself that it comes again. What is left of budgets, and whether
 checkpoints are saved, the Coordinator counts by the user's own options."""
+_COUNTED = frozenset({"slurm.node_fail", "host.sigkill", "host.segfault", "host.sigbus", "host.abort"})
+"""Families whose nodes it counts by them, too: a lost node may come back, a signal be the program's fault."""
 _decoder = msgspec.json.Decoder(CycleAttributed)
 
 
@@ -36,7 +38,7 @@ def finding_of(found: CycleAttributed, cycle: int) -> steps.CycleAttributed:
         useless=found.action == "stop" and (found.by != "rules" or found.rule in _USELESS),
         rule=found.rule,
         why=found.why,
-        exclude=tuple(found.exclude),
+        exclude=() if found.category in _COUNTED else tuple(found.exclude),
         hung=hung_node(found),
     )
 

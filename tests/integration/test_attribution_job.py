@@ -47,6 +47,16 @@ def test_a_missing_module_ends_the_job_in_its_second_try(job: MakeJob) -> None:
     assert it.nothing_is_left()
 
 
+def test_an_exception_that_repeats_without_progress_ends_the_job_after_its_second_try(job: MakeJob) -> None:
+    script = RANK + "if cycle == 1:\n    wait_for('go')\nif cycle < 2:\n    raise ValueError('bad sample')\n"
+    it = job(script + "wait_for('what nobody makes')", *NO_RESTART, "--max-restarts", "50").start()
+    it.wait_for(CycleAttributed)
+    it.touch("go")
+    assert it.wait() == 93, it.stderr
+    assert [event.rule for event in it.events(CycleAttributed)] == ["11-restart", "7-repeated"]
+    assert len(it.events(CycleStarted)) == 3
+
+
 def test_what_is_found_is_told_kept_and_changes_nothing_unless_that_was_asked(job: MakeJob) -> None:
     script = RANK + "if cycle == 0 and rank == 1:\n    raise ValueError('bad sample')\nwait_for('go')"
     it = job(script, *ON).start()
@@ -158,3 +168,71 @@ def test_a_service_that_says_stop_ends_the_job(job: MakeJob) -> None:
     assert {posted["log_path"] for posted in server.posted} == {
         str(it.run_dir / "cycles" / str(cycle) / "merged.log") for cycle in (0, 1)
     }
+
+
+FAULTS = """
+def save(step):
+    with open("/dev/full", "w") as file:
+        file.write("weights of step %d" % step)
+
+def train():
+    match cycle:
+        case 0 if rank == 1:
+            raise ValueError("bad sample in shard 3")
+        case 1 if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case 2 if rank == 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case 3 if rank == 0:
+            raise ValueError("loss is NaN at step 7")
+        case 4 if rank == 0:
+            save(10)
+        case 5:
+            import argparse
+            argparse.ArgumentParser().parse_args(["--lerning-rate=3"])
+        case 6:
+            import no_such_module
+        case 7:
+            wait_for("what nobody makes")
+    if cycle < 7:
+        wait_for("what nobody makes")
+
+if cycle < 8:
+    train()
+wait_for("go")
+"""
+
+TABLE = [
+    ("code.exception", "restart", 1, "n1"),
+    ("host.sigkill", "restart", 2, "n2"),
+    ("host.segfault", "restart", 3, "n2"),
+    ("num.loss_nan", "restart", 0, "n1"),
+    ("storage.no_space", "hold", 0, "n1"),
+    ("code.bad_args", "stop", None, None),
+    ("code.import", "stop", None, None),
+    ("slurm.node_fail", "restart_exclude", None, "n2"),
+]
+"""Of each cycle: the first cause, what the policy would do, and who is held to be the cause."""
+
+
+def test_one_fault_after_the_other_gets_the_right_verdict(job: MakeJob, tmp_path: Path) -> None:
+    options = (*ON, "--spares", "1", "--max-restarts", "50", "--max-no-progress-cycles", "0")
+    policy = tmp_path / "policy.yaml"
+    # That no cycle has saved anything is not what is asked about here, nor how many there were.
+    policy.write_text("no_checkpoint_attempts: 99\nmax_restarts_per_hour: 99\n")
+    it = job(RANK + FAULTS, *options, nodes=3, ranks=2, NVRX_ATTRIBUTION_POLICY=str(policy)).start()
+    it.wait_for(CycleStarted, len(TABLE), patience_s=100.0)
+    until("cycle 7 runs", lambda: it.has_started(2, 7))
+    it.named("nvrx-agent", "n2").kill()
+    it.wait_for(CycleAttributed, len(TABLE), patience_s=100.0)
+    it.touch("go")
+    assert it.wait(60.0) == 0, it.stderr
+    found = {record.cycle: record.event for record in it.records if isinstance(record.event, CycleAttributed)}
+    for cycle, (category, action, rank, node) in enumerate(TABLE):
+        event = found[cycle]
+        assert (event.category, event.action) == (category, action), (cycle, event)
+        first = event.culprits[0]
+        assert rank in (None, first.rank), (cycle, event)
+        assert node in (None, first.node), (cycle, event)
+    # Nobody but the lost node is to blame for what its ranks did.
+    assert [event.exclude for event in found.values()] == [[]] * 7 + [["n2"]]

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import msgspec
+import pytest
 from fr_world import World, tensor_and_data_parallel
 
 from nvrx_slurm import journal
@@ -151,6 +152,45 @@ def test_a_rank_that_dies_by_a_signal_twice_costs_its_node_the_place(tmp_path: P
 def test_no_control_character_of_a_log_reaches_the_journal(tmp_path: Path) -> None:
     found = Run(tmp_path).cycle(0, EXIT, log="ValueError: \x1b]0;title\x07 \x1b[31mred")
     assert found.excerpt.isprintable()
+
+
+STOPPED = {
+    "scancel": ([journal.StopRequested(signal="SIGTERM")], "slurm.cancelled", "1-over"),
+    "preemption": (
+        [
+            journal.StopRequested(signal="SIGTERM"),
+            journal.StopRequested(signal="", why="a preemption by Slurm", preempted=True),
+        ],
+        "slurm.preempted",
+        "2-requeued",
+    ),
+    "the time limit": (
+        [journal.StopRequested(signal="", why="the time limit"), journal.StopRequested(signal="SIGTERM")],
+        "slurm.time_limit",
+        "3-time-limit",
+    ),
+    "the time limit, with a checkpoint": (
+        [journal.CheckpointSaved(step=9, layer="shared", rank=0), journal.StopRequested(signal="", why="t")],
+        "slurm.time_limit",
+        "3-time-limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", STOPPED)
+def test_a_job_that_is_asked_to_end_failed_of_nothing_that_its_ranks_say_then(
+    tmp_path: Path, how: str
+) -> None:
+    events, category, rule = STOPPED[how]
+    found = Run(tmp_path).cycle(0, *events, SEGFAULT, log="RuntimeError: Connection closed by peer\n")
+    assert (found.category, found.rule) == (category, rule)
+    assert (found.action == "restart") == ("checkpoint" in how)
+    assert found.exclude == []
+
+
+def test_a_fault_before_that_is_the_cause(tmp_path: Path) -> None:
+    found = Run(tmp_path).cycle(0, SEGFAULT, journal.StopRequested(signal="SIGTERM"))
+    assert found.category == "host.segfault"
 
 
 def in_child(run_dir: Path, cycle: int, **environment: str) -> CycleAttributed:

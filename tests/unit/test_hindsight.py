@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from cycle_driver import Job, snapshot
 
 from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
+from nvrx_slurm.coordinator.attributor import finding_of
 from nvrx_slurm.coordinator.cycle import Phase
 from nvrx_slurm.coordinator.limits import StopAction
 from nvrx_slurm.journal import VerdictAction
@@ -139,3 +141,22 @@ def test_another_fault_than_a_hang_is_not() -> None:
     job.feed(steps.CycleAttributed(0, hung="n2"))
     job.fails(0, KILLED)
     assert [event.node for event in job.written(journal.NodeExcluded)] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("category", "accused"),
+    [("job.hang", ("n2",)), ("host.segfault", ()), ("slurm.node_fail", ())],
+)
+def test_lost_nodes_and_deaths_by_signal_are_counted_by_the_jobs_own_options(
+    category: str, accused: tuple[str, ...]
+) -> None:
+    found = journal.CycleAttributed(category=category, action="restart_exclude", exclude=["n2"])
+    assert finding_of(found, 0).exclude == accused
+
+
+@pytest.mark.parametrize(
+    ("rule", "useless"),
+    [("4-deterministic", True), ("7-repeated", True), ("10-startup", True), ("9-budget", False)],
+)
+def test_only_rules_about_the_cause_itself_end_a_job(rule: str, useless: bool) -> None:
+    assert finding_of(journal.CycleAttributed(action="stop", rule=rule), 0).useless is useless
