@@ -49,6 +49,10 @@ class Accusations:
                 return False
         return self._bad != self._told
 
+    def acquit(self, node: str) -> None:
+        """Note that it is no fault of ``node`` that it went."""
+        self._bad.pop(node, None)
+
     async def publish(self) -> None:
         """Write them into the Comment, beside what others keep there."""
         async with self._one_at_a_time:

@@ -257,6 +257,8 @@ class JobRunner:
         self._feed(steps.NodeLost(node, why, by_signal))
         if by_signal:
             self._allocation.acquit(node)
+            if self._accusations is not None:
+                self._accusations.acquit(node)
         if self._charge is not None and self._agents is not None and self._is_alone():
             self._tasks.spawn_until_end(self._charge.while_alone(self._is_alone, self._agents.kill))
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 # What srun would read as its own options (srun(1), INPUT ENVIRONMENT VARIABLES) or would pass on although it
 # describes the allocation as it was at the start. After a lost node these are stale, and srun refuses them.
 _STALE_EXACT = frozenset(
@@ -131,6 +129,8 @@ def surrounding_step(environ: Mapping[str, str], titles: Iterable[str]) -> str |
 
 def ancestor_titles() -> Iterator[str]:
     """Yield the command lines of this process's ancestors, the nearest first, as far as they can be read."""
+    import psutil  # takes a fifth of a hook's time, which never needs it
+
     try:
         for process in psutil.Process().parents():
             yield " ".join(process.cmdline())

@@ -61,6 +61,20 @@ def test_nobody_is_accused_of_what_is_no_nodes_fault(world: World) -> None:
     assert world.slurm.orders == []
 
 
+def test_a_node_whose_agent_was_told_to_end_is_not_accused(world: World) -> None:
+    """Slurm tells all of them when a job is cancelled."""
+
+    async def lost_and_acquitted() -> None:
+        accusations = Accusations(world.slurm, "7", 0, world.said.append)
+        assert accusations.note(journal.NodeLost(node="n2", why="SIGTERM"))
+        publishing = asyncio.create_task(accusations.publish())
+        accusations.acquit("n2")
+        await publishing
+
+    asyncio.run(lost_and_acquitted())
+    assert world.slurm.orders == []
+
+
 def test_later_accusations_are_added(world: World) -> None:
     world.tell(EXCLUDED, journal.NodeLost(node="n1", why="no heartbeat"))
     assert world.bad == {"n2": "gpu-ecc gpu 3: 2 errors", "n1": "lost: no heartbeat"}

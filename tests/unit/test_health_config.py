@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,27 @@ def test_a_check_that_is_named_runs_at_any_stage_unless_it_is_off() -> None:
     assert select(CHECKS, Stage.PROLOG, parsed("checks: {clock: off}"), ["clock"]) == []
     with pytest.raises(UnknownCheckError, match="there is no check 'nope'; there are clock, devices"):
         select(CHECKS, Stage.PROLOG, HealthConfig(), ["nope"])
+
+
+def test_what_hooks_do_is_read() -> None:
+    hooks = parsed("hooks: {brake_share: 0.5, deep_checks: [edac, gpu-probe], clean_up: off}").hooks
+    assert (hooks.brake_share, hooks.deep_checks, hooks.clean_up) == (0.5, ("edac", "gpu-probe"), False)
+    assert parsed("hooks:").hooks == HealthConfig().hooks
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{brake: 0.5}", "hooks: unknown key 'brake'; did you mean brake_share"),
+        ("{brake_share: 0}", "hooks: brake_share: expected `float` > 0"),
+        ("{brake_share: 1.5}", "hooks: brake_share: expected `float` <= 1"),
+        ("{deep_checks: [gpu-prob]}", "hooks: deep_checks: unknown check 'gpu-prob'"),
+        ("{clean_up: maybe}", "hooks: clean_up: expected `bool`"),
+        ("{clean_up_from_uid: 0}", "hooks: clean_up_from_uid: expected `int` >= 1"),
+        ("{slurm_bin: bin}", "hooks: slurm_bin: expected `str` matching"),
+        ("[]", "hooks: a mapping is needed"),
+    ],
+)
+def test_what_hooks_cannot_do_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        parsed(f"hooks: {text}")
