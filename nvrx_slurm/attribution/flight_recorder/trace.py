@@ -150,7 +150,7 @@ _NOT_KNOWN: tuple[GroupKey, GroupState | None] = (GroupKey("", "", ""), None)
 
 
 class _Reducer:
-    """One pass over a dump. The loop over the ring reads few keys: 2,000 entries a rank are usual."""
+    """One pass over a dump."""
 
     def __init__(self, rank: int, dump: dict[str, Any]) -> None:
         self._dump = dump
@@ -167,8 +167,7 @@ class _Reducer:
     def trace(self) -> RankTrace:
         for name, config in self._config.items():
             self._state(self._key(config.name or name, config.desc))
-        for entry in self._dump.get("entries") or []:
-            self._take(entry)
+        self._take_all(self._dump.get("entries") or [])
         self._take_status()
         if self._durations:
             self._trace.typical_op_s = statistics.median(self._durations) / 1e9
@@ -185,7 +184,26 @@ class _Reducer:
     def _state(self, key: GroupKey) -> GroupState:
         return self._trace.groups.setdefault(key, GroupState())
 
-    def _take(self, entry: dict[str, Any]) -> None:
+    def _take_all(self, entries: list[dict[str, Any]]) -> None:
+        """Take the ring. Nearly all of it has ended, and of that only the sequence numbers count."""
+        alike: dict[Any, tuple[Any, GroupState]] = {}
+        for entry in entries:
+            local, group = entry.get("pg_id"), entry.get("process_group")
+            if entry.get("state") == "completed" and not entry.get("is_p2p"):
+                like, state = alike.get(local, (None, None))
+                sequence = entry.get("collective_seq_id")
+                if state is not None and like == group and type(sequence) is int:
+                    if sequence > state.enqueued:
+                        state.enqueued = sequence
+                    if sequence > state.completed:
+                        state.completed = sequence
+                    continue
+            state = self._take(entry)
+            if len(self._durations) >= _MAX_DURATIONS:
+                alike[local] = (group, state)
+
+    def _take(self, entry: dict[str, Any]) -> GroupState:
+        """Take one entry; return its group's state."""
         group = entry.get("process_group") or ("", "")
         local = int(entry.get("pg_id", -1))
         key, state = self._known.get(local, _NOT_KNOWN)
@@ -212,6 +230,7 @@ class _Reducer:
             ended, began = entry.get("time_discovered_completed_ns"), entry.get("time_created_ns")
             if ended and began and int(ended) > int(began):
                 self._durations.append(int(ended) - int(began))
+        return state
 
     def _take_status(self) -> None:
         statuses = msgspec.convert(self._dump.get("pg_status") or {}, dict[int, _Status], strict=False)

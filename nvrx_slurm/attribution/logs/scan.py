@@ -35,8 +35,9 @@ _DIGITS_DECIDE = re.compile(
     rb"xid|status|exit|errno|signal|code|http|completion|returned|error \(|error-?\s*\W? ?$"
 )
 _DECISIVE = re.compile(
-    rb"(?:status|exit|errno|signal|code|http|error|completion|returned)\D{0,24}(-?\d{1,6})", re.I
+    rb"(?:status|exit|errno|signal|code|http|error|completion|returned)\D{0,24}(\d{1,6})", re.I
 )
+_NUMBER = re.compile(rb"([0-9]+)")
 _SUMMARY_RANK = re.compile(r"^\s{0,8}rank\s{0,12}: ?(\d{1,7}) \(local_rank")
 _SUMMARY = re.compile(r"^\s{0,8}(?:exitcode|traceback)\s{0,12}:")
 _SUMMARY_LINES = 6
@@ -63,9 +64,31 @@ def _skeleton(data: bytes) -> bytes:
     return data.translate(_LOWER, _DIGITS)
 
 
-def _signature(raw: bytes, skeleton: bytes) -> tuple[bytes, ...]:
-    """Return the numbers of a line that may decide what it is."""
-    return tuple(_DECISIVE.findall(raw)[:4]) if _DIGITS_DECIDE.search(skeleton) else ()
+class _Signatures:
+    """The numbers of a line that may decide what it is.
+
+    Which of a line's numbers those are follows from what stands between them, and is looked for once.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[bytes, ...], tuple[int, ...]] = {}
+
+    def of(self, raw: bytes) -> tuple[bytes, ...]:
+        """Return the first six digits of at most four numbers."""
+        parts = _NUMBER.split(raw)
+        between = tuple(parts[::2])
+        places = self._places.get(between)
+        if places is None:
+            if len(self._places) >= _MAX_SKELETONS:
+                self._places.clear()
+            places = self._places[between] = self._find(raw)
+        return tuple([parts[place][:6] for place in places])
+
+    @staticmethod
+    def _find(raw: bytes) -> tuple[int, ...]:
+        starts = {number.start(): 2 * at + 1 for at, number in enumerate(_NUMBER.finditer(raw))}
+        found = (starts.get(decisive.start(1)) for decisive in _DECISIVE.finditer(raw))
+        return tuple(place for place in found if place is not None)[:4]
 
 
 class _Harmless:
@@ -85,8 +108,8 @@ class _Flood:
     """Every line of this skeleton is of one finding; most are only counted."""
 
     finding: Finding
-    signatures: set[tuple[bytes, ...]]
-    """Numbers that decide, as they were seen to lead to this finding."""
+    signatures: set[tuple[bytes, ...]] | None
+    """Numbers that decide, as they were seen to lead to this finding; None: none can."""
     seen: int = 0
 
 
@@ -107,6 +130,7 @@ class LogScanner:
         self._tracebacks = Tracebacks()
         self._last_mark: tuple[bytes, int] | None = None
         self._words: set[bytes] = set()
+        self._signatures = _Signatures()
         self._summary = (-1, -_SUMMARY_LINES)
         """Rank that torchelastic's summary speaks of, and the line that says so."""
 
@@ -165,7 +189,8 @@ class LogScanner:
                 self._kinds[skeleton] = kind
         if isinstance(kind, _Flood):
             kind.seen += 1
-            if kind.seen % 64 and _signature(raw, skeleton) in kind.signatures:
+            known = kind.signatures is None or self._signatures.of(raw) in kind.signatures
+            if kind.seen % 64 and known:
                 kind.finding.count += 1
                 kind.finding.last_line = number
                 return
@@ -230,9 +255,10 @@ class LogScanner:
         if finding.count > _FLOOD and b"xid" not in skeleton and len(skeleton) <= _MAX_SKELETON:
             flood = self._kinds.get(skeleton)
             if not isinstance(flood, _Flood) or flood.finding is not finding:
-                flood = self._kinds[skeleton] = _Flood(finding, set())
-            if len(flood.signatures) < _FLOOD:
-                flood.signatures.add(_signature(raw, skeleton))
+                decides = _DIGITS_DECIDE.search(skeleton) is not None
+                flood = self._kinds[skeleton] = _Flood(finding, set() if decides else None)
+            if flood.signatures is not None and len(flood.signatures) < _FLOOD:
+                flood.signatures.add(self._signatures.of(raw))
 
     def _continues_traceback(self, raw: bytes, number: int) -> bool:
         whole = clip(raw.decode("utf-8", "replace"))
