@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long the checks of a prolog hold up a job: 8 simulated GPUs with 18 NVLinks each, 9 network adapters.
+"""How long a prolog holds up a job: 8 simulated GPUs with 18 NVLinks each, 9 network adapters.
 
 .venv/bin/python benchmarks/hooks.py --help    Needs root, Slurm and a C compiler: it starts a dev cluster.
 """
@@ -55,14 +55,19 @@ for _ in range(rounds):
             sys.exit(f"{command}: exit code {done.returncode}: {done.stdout}{done.stderr}")
 print(json.dumps([runs, done.stdout]))
 """
-_TITLES = {"prolog": f"a prolog on {_SHAPE.gpus} GPUs, {_SHAPE.links} NVLinks each, {_SHAPE.nics} adapters"}
+_HARDWARE = f"{_SHAPE.gpus} GPUs, {_SHAPE.links} NVLinks each, {_SHAPE.nics} adapters"
+_TITLES = {
+    "prolog": f"the checks of a prolog on {_HARDWARE}",
+    "hook": f"the whole hook as slurmd runs it, with its script and a new baseline, on {_HARDWARE}",
+}
+_PREFIX = "/local/nvrx"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="20 runs instead of 200.")
 @click.option("--json", "as_json", is_flag=True, help="Print the document instead of the table.")
 def main(quick: bool, as_json: bool) -> None:
-    """Time nvrx-health check --stage prolog and a bare interpreter in turn, on one node of a dev cluster."""
+    """Time nvrx-health check --stage prolog, the hook and a bare interpreter in turn, on a dev cluster."""
     ending.as_ctrl_c()
     date, machine = document.now(), document.describe_machine()
     cluster = DevCluster(f"hooks{os.getpid()}")
@@ -94,22 +99,37 @@ def _measure(cluster: DevCluster, rounds: int) -> tuple[list[Row], str]:
     script.write_text("#!/bin/sh\necho fine\n")
     script.chmod(0o755)
     health, options = str(_HEALTH), ["--config", "/local/health.yaml"]
+    check = [health, "check", "--stage", "prolog", "--json", *options]
+    # What the last command prints is what the table tells of: the checks.
     commands = {
-        OURS: [health, "check", "--stage", "prolog", "--json", *options],
-        "floor": [sys.executable, "-c", "pass"],
+        ("prolog", "floor"): [sys.executable, "-c", "pass"],
+        ("hook", OURS): _install_hook(cluster),
+        ("prolog", OURS): check,
     }
-    order = ["floor", OURS]
-    _in_node(cluster, 1, [[health, "baseline", *options], commands[OURS]])
+    _in_node(cluster, 1, [[health, "baseline", *options], check])
     _say(f"{rounds} runs of each …")
-    runs, output = _in_node(cluster, rounds, [commands[who] for who in order])
+    runs, output = _in_node(cluster, rounds, list(commands.values()))
     rows = []
-    for who, of_one in zip(order[::-1], runs[::-1], strict=True):
+    for (case, who), of_one in list(zip(commands, runs, strict=True))[::-1]:
         seconds, cpu = ([run[place] for run in of_one] for place in (0, 1))
-        rows.append(document.summarize("prolog", who, "time", "s", seconds))
+        rows.append(document.summarize(case, who, "time", "s", seconds))
         last = statistics.quantiles(seconds, n=100, method="inclusive")[98]
-        rows.append(Row("prolog", who, "time_p99", "s", round(last, 4), round(last, 4), len(seconds)))
-        rows.append(document.summarize("prolog", who, "cpu", "s", cpu))
+        rows.append(Row(case, who, "time_p99", "s", round(last, 4), round(last, 4), len(seconds)))
+        rows.append(document.summarize(case, who, "cpu", "s", cpu))
     return rows, _told(output)
+
+
+def _install_hook(cluster: DevCluster) -> list[str]:
+    """Return the command line that runs the hook as slurmd does."""
+    (cluster.local_dir_of(_NODE) / "nvrx").mkdir()
+    (cluster.local_dir_of(_NODE) / "nvrx" / "health.yaml").write_text(_CONFIG)
+    _in_node(cluster, 1, [[str(_HEALTH), "install-hooks", "--prefix", _PREFIX]])
+    told = ["SLURM_SCRIPT_CONTEXT=prolog_slurmd", f"SLURMD_NODENAME={_NODE}", "SLURM_JOB_ID=1"]
+    command = ["env", *told, f"{_PREFIX}/prolog.d/50-nvrx-health"]
+    done = cluster.exec(_NODE, command, capture_output=True, text=True, timeout=_COMMAND_S, cwd="/")
+    if done.returncode != 0 or "is broken" in done.stderr:
+        raise click.ClickException(f"the hook does not pass: {done.stderr.strip()}")
+    return command
 
 
 def _in_node(
