@@ -64,7 +64,7 @@ _PREFIX = "/local/nvrx"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--quick", is_flag=True, help="20 runs instead of 200.")
+@click.option("--quick", is_flag=True, help="10 runs instead of 100.")
 @click.option("--json", "as_json", is_flag=True, help="Print the document instead of the table.")
 def main(quick: bool, as_json: bool) -> None:
     """Time nvrx-health check --stage prolog, the hook and a bare interpreter in turn, on a dev cluster."""
@@ -74,7 +74,7 @@ def main(quick: bool, as_json: bool) -> None:
     try:
         _say("starting a dev cluster …")
         cluster.up(nodes=1, gpus_per_node=_SHAPE.gpus, nics=_SHAPE.nics)
-        rows, said = _measure(cluster, 20 if quick else 200)
+        rows, said = _measure(cluster, 10 if quick else 100)
     except DevClusterError as error:
         raise click.ClickException(str(error)) from error
     finally:

@@ -15,6 +15,7 @@ import pytest
 from nvrx_slurm.devcluster import DevCluster
 from nvrx_slurm.health.registry import all_checks
 from nvrx_slurm.journal import CycleStarted, NodeExcluded
+from nvrx_slurm.slurm.client import parse_fields
 
 from .jobs import CLONE, TRAIN_GPT, SlurmJobs, wait_until
 
@@ -150,6 +151,7 @@ def test_storage_whose_server_fails_gives_its_error(
     assert check(healthy, "n2", config, ["paths"]) == {"ok": {"paths node"}}
 
 
+@pytest.mark.timeout(420)
 def test_a_spare_takes_the_place_of_a_node_whose_gpu_falls_off_the_bus(
     healthy: DevCluster, config: Path, tmp_path: Path
 ) -> None:
@@ -157,15 +159,15 @@ def test_a_spare_takes_the_place_of_a_node_whose_gpu_falls_off_the_bus(
     try:
         job = slurm.submit(
             *("--nproc-per-node=2", "--spares=1", f"--health-config={config}", str(TRAIN_GPT)),
-            *("--steps=100", "--layers=2", "--width=64", "--ckpt-every=10"),
+            *("--steps=100", "--layers=2", "--width=64", "--ckpt-every=10", "--step-delay=0.1"),
             nodes=3,
             sbatch=("--gpus-per-node=8",),
         )
-        job.wait_for_training(cycle=0)
+        job.wait_for_training(cycle=0, timeout_s=120)
         first = job.events(CycleStarted)[0].event
         broken = first.nodes[1]
         healthy.inject(broken, ["gpu.3.lost"])
-        assert job.wait_for_end(180) == 0, job.log()
+        assert job.wait_for_end(240) == 0, job.log()
         assert set(job.active_nodes()) == {first.nodes[0], first.spares[0]}
         (excluded,) = [record.event for record in job.events(NodeExcluded)]
         assert (excluded.node, excluded.reason) == (broken, "gpu-lost gpu 3: fallen off the bus")
@@ -179,6 +181,51 @@ def test_a_spare_takes_the_place_of_a_node_whose_gpu_falls_off_the_bus(
         assert check(healthy, broken, config, ["gpu-lost"]) == {"ok": {"gpu-lost node"}}
     finally:
         slurm.clean_up()
+
+
+def test_a_job_never_begins_on_a_node_whose_prolog_finds_a_broken_gpu(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """With the hooks that install-hooks writes, on a cluster of their own."""
+    prefix = tmp_path_factory.mktemp("site") / "nvrx"
+    install = [str(BIN / "nvrx-health"), "install-hooks", "--prefix", str(prefix)]
+    lines = subprocess.run(
+        install, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    hooked = [line for line in lines if line.startswith(("Prolog", "Epilog"))]
+    cluster = DevCluster(f"hookedsim{os.getpid()}")
+    share = [tmp_path_factory.getbasetemp()]
+    (prefix / "health.yaml").write_text(
+        "state_dir: /local/health\nbudget_s: 60\n"
+        f"hooks: {{slurm_conf: {cluster.slurm_conf}, brake_share: 1}}\n"
+        "checks: {gpu-row-remap: {timeout_s: 50}, gpu-count: {timeout_s: 50}}\n"
+    )
+    environ = {**os.environ, "SLURM_CONF": str(cluster.slurm_conf)}
+
+    def slurm(*argv: str) -> str:
+        return subprocess.run(
+            argv, env=environ, cwd="/", capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    try:
+        cluster.up(nodes=2, gpus_per_node=8, nics=9, share=share, slurm_conf=hooked)
+        cluster.inject("n1", ["gpu.2.row_remap=failed"])
+        options = ["--parsable", "--gpus-per-node=8", "--output=/dev/null", "--wrap=true"]
+        job = slurm("sbatch", *options).strip()
+        fields: dict[str, str] = {}
+
+        def over() -> bool:
+            fields.update(parse_fields(slurm("scontrol", "-o", "show", "job", job)))
+            return fields["JobState"] == "COMPLETED"
+
+        wait_until(f"job {job} is done", over, 120)
+        assert (fields["NodeList"], fields["Restarts"]) == ("n2", "1")
+        reason = slurm("sinfo", "-h", "-n", "n1", "-o", "%E")
+        assert reason.startswith("nvrx:gpu-row-remap:gpu-2:isolate ")
+        assert reason.strip().endswith("row remap failed")
+        assert slurm("sinfo", "-h", "-n", "n2", "-o", "%E").strip() == "none"
+    finally:
+        cluster.down()
 
 
 def test_a_fault_that_there_is_not_is_refused_and_nothing_is_broken(
