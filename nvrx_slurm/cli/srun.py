@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
-import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,10 +15,8 @@ from nvrx_slurm.cli.help_sections import SectionedCommand
 from nvrx_slurm.cli.limit_options import limit_options
 from nvrx_slurm.cli.parameters import Count, Duration
 from nvrx_slurm.cli.program import check_module, check_nproc, check_text, find_program
-from nvrx_slurm.coordinator.limits import Limits
-from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.interpreter import console_script
-from nvrx_slurm.slurm import SlurmClient
+from nvrx_slurm.wire.messages import Program
 
 _OUTSIDE = """not inside a Slurm allocation. Two ways to get one:
 
@@ -54,15 +51,6 @@ def _outside(context: click.Context) -> str:
         words, nodes = ["--spares", "1", *words], 5
     command = shlex.join(["nvrx-srun", *words])
     return _OUTSIDE.format(nodes=nodes, wrapped=shlex.quote(f"exec {command}"), command=command)
-
-
-def _max_batch_requeue(client: SlurmClient) -> int | None:
-    from nvrx_slurm.slurm import SlurmUnavailableError
-
-    try:
-        return client.config().max_batch_requeue
-    except SlurmUnavailableError:
-        return None
 
 
 def _agent_command() -> str:
@@ -172,26 +160,7 @@ def _agent_command() -> str:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def main(
-    nproc_per_node: str,
-    spares: int | None,
-    nnodes: str | None,
-    rejoin_timeout: float,
-    segment: int,
-    group_size: int,
-    max_restarts: int,
-    workers_stop_timeout: float,
-    warm_start: str,
-    standby_coordinator: bool,
-    run_dir: Path | None,
-    srun_args: tuple[str, ...],
-    module: bool,
-    no_python: bool,
-    dry_run: bool,
-    script: str,
-    args: tuple[str, ...],
-    fault_tolerance: FaultToleranceConfig,
-    limits: Limits,
-    time_limit_margin: float,
+    script: str, args: tuple[str, ...], module: bool, no_python: bool, dry_run: bool, **given: Any
 ) -> None:
     """Train SCRIPT on every node of this Slurm job, and go on when a rank or a node fails.
 
@@ -202,173 +171,39 @@ def main(
     usage; 75 too few nodes or asked to stop: requeue the job; 93 no progress: do not restart; 128 + N stopped
     by signal N.
     """
-    from nvrx_slurm.coordinator.address import NoAddressError, address_toward
-    from nvrx_slurm.coordinator.cycle_info import current_path
-    from nvrx_slurm.coordinator.deferred_exit import deferred_code, report_exit
-    from nvrx_slurm.coordinator.job_lock import JobInUseError, claim_job
-    from nvrx_slurm.coordinator.lease import Fence
-    from nvrx_slurm.coordinator.past import past_of_job
-    from nvrx_slurm.coordinator.policy import Policy
-    from nvrx_slurm.coordinator.preparation import NodeCountError, claim_own, count_active, first_cycle
-    from nvrx_slurm.coordinator.run_dir import RunDir, RunDirError
-    from nvrx_slurm.coordinator.terminal import open_standard_streams
-    from nvrx_slurm.journal import JournalVersionError
-    from nvrx_slurm.slurm import (
-        AgentStep,
-        JobEnvironment,
+    from nvrx_slurm.cli.srun_job import (
+        NoAddressError,
         NotInAllocationError,
-        ScontrolClient,
-        SlurmUnavailableError,
-        UnknownJobError,
-        ancestor_titles,
-        scrubbed_environment,
-        surrounding_step,
+        Options,
+        StartError,
+        find_allocation,
+        run,
     )
 
-    open_standard_streams()
-    check_text(click.get_current_context())
-    check_nproc(nproc_per_node)
+    context = click.get_current_context()
+    check_text(context)
+    options = Options(**given)
+    check_nproc(options.nproc_per_node)
     try:
-        job = JobEnvironment.from_environ(os.environ, Path.cwd())
-    except NotInAllocationError as error:
-        raise click.UsageError(_outside(click.get_current_context())) from error
-    if (inside := surrounding_step(os.environ, ancestor_titles())) is not None:
-        raise click.UsageError(
-            f"this is a task of job step {inside}, but nvrx-srun starts srun itself: call it without srun, in"
-            " the batch script or from salloc"
-        )
-    kind, target = find_program(script, module, no_python)
-    if module:
-        check_module(target)
-    client = ScontrolClient()
-    try:
-        in_slurm = client.job(job.job_id)
-    except (SlurmUnavailableError, UnknownJobError) as error:
-        raise click.UsageError(f"cannot find out the nodes of job {job.job_id}: {error}") from error
-    nodes = in_slurm.nodes
-    try:
-        active_nodes = count_active(len(nodes), spares, nnodes, segment)
-    except NodeCountError as error:
-        raise click.UsageError(str(error)) from error
-    if in_slurm.restarts > job.restart_count:
-        raise click.UsageError(
-            f"Slurm has started job {job.job_id} again since: this is restart {job.restart_count}, and the "
-            f"newest is {in_slurm.restarts}"
-        )
-    if standby_coordinator and not (in_slurm.batch and in_slurm.requeue):
-        raise click.BadParameter(
-            "only for a batch job that may be requeued (sbatch --requeue): a requeue is how Slurm learns the "
-            "exit code when the batch script is gone",
-            param_hint="--standby-coordinator",
-        )
-    step = AgentStep(nodes=nodes, command=[_agent_command()], extra=srun_args)
-    if dry_run:
-        click.echo(shlex.join(step.argv()))
-        return
-
-    chosen = run_dir or os.environ.get("NVRX_RUN_DIR")
-    directory = RunDir(Path(chosen or job.submit_dir / "nvrx" / job.job_id).absolute())
-    try:
-        held = claim_job(job.job_id, in_slurm.submitted)
-        if held is not None:
-            click.get_current_context().call_on_close(held.close)
-        if chosen:
-            lock = directory.claim(Fence(job.job_id, job.restart_count, 0))
-        else:
-            lock, aside = claim_own(directory, job.job_id, job.restart_count, in_slurm.submitted)
-            if aside is not None:
-                click.echo(
-                    f"an earlier job had the id {job.job_id}: {aside} is its run directory now", err=True
-                )
-        deferred = deferred_code(directory.journal, job.job_id)
-        if deferred is not None:
-            report_exit(directory.journal, job.job_id, job.restart_count, deferred)
-            click.echo(
-                f"nvrx-srun: the job has ended with {deferred} already, when its batch host was gone: "
-                "this start only tells Slurm",
-                err=True,
+        allocation = find_allocation(options)
+        kind, target = find_program(script, module, no_python)
+        if module:
+            check_module(target)
+        if options.standby_coordinator and not allocation.can_be_requeued:
+            raise click.BadParameter(
+                "only for a batch job that may be requeued (sbatch --requeue): a requeue is how Slurm learns "
+                "the exit code when the batch script is gone",
+                param_hint="--standby-coordinator",
             )
-            sys.exit(deferred)
-    except (JobInUseError, RunDirError) as error:
-        raise click.UsageError(str(error)) from error
-    except (OSError, JournalVersionError) as error:
-        raise click.UsageError(f"run directory {directory.path}: {error}") from error
-
-    from nvrx_slurm.coordinator.ft_state import FtStateError, load_ft_state
-    from nvrx_slurm.coordinator.job import run_job
-    from nvrx_slurm.coordinator.job_spec import JobSpec
-    from nvrx_slurm.wire import messages as msg
-
-    others = [node for node in nodes if node != job.node_name] or list(nodes)
-    try:
-        address = address_toward(others, client.node_address)
-        cycle = first_cycle(directory)
-        past = past_of_job(directory.journal, job.job_id, job.restart_count, [target, *args])
-        monitoring = fault_tolerance.monitoring()
-        if fault_tolerance.calc_ft_timeouts:
-            monitoring = load_ft_state(directory.ft_state, monitoring)
-    except FtStateError as error:
+        step = allocation.step([_agent_command()], options.srun_args)
+        if dry_run:
+            click.echo(shlex.join(step.argv()))
+            return
+        program = Program(kind=kind, target=target, args=list(args), cwd=os.getcwd())
+        sys.exit(run(options, allocation, step, program, lambda text: click.echo(text, err=True)))
+    except NotInAllocationError as error:
+        raise click.UsageError(_outside(context)) from error
+    except StartError as error:
         raise click.UsageError(str(error)) from error
     except NoAddressError as error:
         raise click.ClickException(str(error)) from error
-    except JournalVersionError as error:
-        raise click.UsageError(f"{directory.journal}: {error}") from error
-    spec = JobSpec(
-        job_id=job.job_id,
-        restart_count=job.restart_count,
-        submitted=in_slurm.submitted,
-        host=job.node_name or socket.gethostname(),
-        address=address,
-        policy=Policy(
-            nodes=nodes,
-            active_nodes=active_nodes,
-            max_restarts=max_restarts,
-            first_cycle=cycle,
-            limits=limits,
-            past=past,
-            host=job.node_name or socket.gethostname(),
-            has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
-            stop_timeout_s=workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
-            # Losing it loses the Coordinator: training load should not be what takes it down.
-            last_choice=job.node_name if active_nodes < len(nodes) else None,
-            segment=segment,
-            group_size=group_size,
-            rejoin_timeout_s=rejoin_timeout,
-        ),
-        welcome=msg.Welcome(
-            program=msg.Program(kind=kind, target=target, args=list(args), cwd=os.getcwd()),
-            job_id=job.job_id,
-            run_dir=str(directory.path),
-            nproc_per_node=nproc_per_node,
-            warm_start=warm_start == "on",
-            max_restarts=max_restarts,
-            stop_timeout_s=workers_stop_timeout,
-            node=fault_tolerance.node_options(),
-            segment=segment,
-            cycle_info=current_path(fault_tolerance.cycle_info_dir, job.job_id),
-        ),
-        monitoring=monitoring,
-        keep_timeouts=fault_tolerance.calc_ft_timeouts,
-        run_dir=directory,
-        slurm=client,
-        step_argv=step.argv(),
-        rejoin_argv=lambda node: dataclasses.replace(step, nodes=[node], overlap=True).argv(),
-        step_environ=scrubbed_environment(os.environ),
-        cycle_info_dir=fault_tolerance.cycle_info_dir,
-        applog_prefix=fault_tolerance.per_cycle_applog_prefix,
-        iteration_file=fault_tolerance.checkpoint_iteration_file,
-        attribution=fault_tolerance.attribution,
-        attribution_endpoint=fault_tolerance.attribution_endpoint,
-        ends=in_slurm.ends,
-        time_limit_margin_s=time_limit_margin,
-        launches=in_slurm.launches,
-        max_batch_requeue=_max_batch_requeue(client),
-        standby=standby_coordinator,
-    )
-    try:
-        code = run_job(spec)
-    except OSError as error:
-        # The journal or the port: nothing has been started yet.
-        raise click.UsageError(f"cannot start: {error}") from error
-    os.close(lock)
-    sys.exit(code)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from nvrx_slurm.cli import srun_job
 from nvrx_slurm.cli.srun import main
-from nvrx_slurm.coordinator import job as coordinator_job
 from nvrx_slurm.coordinator.job_spec import JobSpec
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.past import Past
@@ -57,7 +57,7 @@ def jobs(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
         specs.append(spec)
         return 75
 
-    monkeypatch.setattr(coordinator_job, "run_job", run_job)
+    monkeypatch.setattr(srun_job, "run_job", run_job)
     return specs
 
 
