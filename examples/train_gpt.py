@@ -43,7 +43,8 @@ def main(
     on_phase("process_group", 0)
 
     training = Training(options, ranks)
-    resumed = training.resume()
+    near = options.ckpt in ("local", "ladder")
+    resumed = not near and training.resume()
     on_phase("loaded", training.step)
 
     # Outside nvrx-srun the client does nothing, so the script needs no other mode for that.
@@ -51,6 +52,8 @@ def main(
     client.init_workload_monitoring()
     if resumed and ranks.first:
         client.report_checkpoint_loaded(training.step)
+    if near:
+        training.resume_near(client)
 
     losses = LossFile(options.out / "loss.jsonl") if ranks.first else None
     stop = False
@@ -63,7 +66,9 @@ def main(
             if training.step % 10 == 0 or training.step == 1:
                 print(f"step {training.step}/{options.steps}  loss {loss:.4f}", flush=True)
         last = stop or training.step == options.steps
-        if last or training.step % options.ckpt_every == 0:
+        if near:
+            training.save_near(last=last)
+        elif last or training.step % options.ckpt_every == 0:
             training.save()
         for step in training.newly_saved(wait=last):
             client.report_checkpoint_saved(step)
@@ -208,6 +213,26 @@ class Training:
             print(f"resumed from step {step}", flush=True)
         return True
 
+    def resume_near(self, journal: RankMonitorClient) -> None:
+        """As `resume`, from this rank's own state in the newest of the nodes' checkpoints."""
+        from gpt.near import NearCheckpoints
+
+        options = self.options
+        shared_dir = options.out / "shared" if options.ckpt == "ladder" else None
+        self.near = NearCheckpoints(options.local_dir, shared_dir, options.ckpt_every, journal)
+        options.out.mkdir(parents=True, exist_ok=True)
+        if state := self.near.load():
+            self.load_state(state | {"rng": {}})
+            set_rng_state(state["rng"], self.ranks.device)
+            if self.ranks.first:
+                print(f"resumed from step {self.step}", flush=True)
+
+    def save_near(self, *, last: bool) -> None:
+        def own() -> dict[str, Any]:
+            return self.state() | {"rng": rng_state(self.ranks.device)}
+
+        self.near.save(self.step, own, last=last)
+
     def state(self) -> dict[str, Any]:
         return {
             "settings": self.settings(),
@@ -229,7 +254,7 @@ class Training:
         self.scheduler.load_state_dict(state["scheduler"])
         # With another number of ranks the curve is another one anyway; the fresh seeds stay.
         rng = state["rng"]
-        if len(rng["torch"]) == self.ranks.world_size:
+        if rng and len(rng["torch"]) == self.ranks.world_size:
             # Copies: torch.set_rng_state crashes on a row of a larger tensor.
             own = {name: rows[self.ranks.rank].clone() for name, rows in rng.items()}
             set_rng_state(own, self.ranks.device)
@@ -313,9 +338,16 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--ckpt-every", type=int, default=20, metavar="STEPS", help="steps between checkpoints")
     add(
         "--ckpt",
-        choices=["shared", "async"],
+        choices=["shared", "async", "local", "ladder"],
         default="shared",
-        help="async: written while training goes on, to files of their own",
+        help="shared: rank 0 writes below --out; async: so, while training goes on; local: "
+        "each rank in its node's memory, with a copy on another; ladder: so, and every fifth below --out",
+    )
+    add(
+        "--local-dir",
+        metavar="DIR",
+        default=os.environ.get("NVRX_RAM_DIR"),
+        help="folder on the node for --ckpt local and ladder",
     )
     add("--batch", type=int, default=8, help="sequences per rank and step")
     add("--block", type=int, default=64, help="bytes in a sequence")

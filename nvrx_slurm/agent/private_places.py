@@ -17,6 +17,8 @@ _YOUNG_S = 60.0
 """A directory without a lock may be that of an agent that is about to lock it."""
 _held: list[int] = []
 """Descriptors with the locks."""
+RAM_DIR_VARIABLE = "NVRX_RAM_DIR"
+"""Tells ranks where they may keep checkpoints in memory."""
 
 
 def new_private_dir(environ: Mapping[str, str], node: str | None = None) -> Path:
@@ -44,6 +46,25 @@ def new_private_dir(environ: Mapping[str, str], node: str | None = None) -> Path
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     _hold(made)
     return made
+
+
+def ram_dir_for_checkpoints(environ: Mapping[str, str], node: str) -> Path | None:
+    """Make, or find again, the directory in this node's memory where ranks of the job may keep checkpoints.
+
+    It stays while agents of the job follow each other on the node. Agents of this user's other jobs remove it
+    once no agent holds it.
+
+    Returns:
+        None: there is no place for it, or somebody else has taken the name.
+    """
+    name = f"nvrx-{os.geteuid()}-{environ.get('SLURM_JOB_ID', 'local')}-ram-{zlib.crc32(node.encode()):08x}"
+    try:
+        place = Path("/dev/shm", name)
+        place.mkdir(mode=0o700, exist_ok=True)
+        _hold(place)
+        return place if _is_private(place) else None
+    except OSError:
+        return None
 
 
 def staging_place(private_dir: Path, environ: Mapping[str, str]) -> Path | None:

@@ -12,7 +12,12 @@ import sys
 import click
 
 from nvrx_slurm.agent.node_hold import NodeInUseError, hold_name, hold_node
-from nvrx_slurm.agent.private_places import new_private_dir
+from nvrx_slurm.agent.private_places import (
+    RAM_DIR_VARIABLE,
+    new_private_dir,
+    ram_dir_for_checkpoints,
+    remove_places,
+)
 from nvrx_slurm.wire import rpc
 
 _PREDECESSOR_S = 30.0
@@ -38,6 +43,7 @@ def main() -> None:
         held = hold_node(hold_name(os.environ, node), _PREDECESSOR_S)
     except (NodeInUseError, OSError) as error:
         raise click.ClickException(f"{node}: {error}") from error
+    ram_dir = ram_dir_for_checkpoints(os.environ, node)
     try:
         private_dir = new_private_dir(os.environ, node)
     except OSError as error:
@@ -49,7 +55,7 @@ def main() -> None:
         import asyncio
 
         # Its notes about closed connections would look like errors in the job's output.
-        environ = dict(os.environ)
+        environ = os.environ | ({RAM_DIR_VARIABLE: str(ram_dir)} if ram_dir else {})
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
         from nvrx_slurm.agent.agent import Agent, AgentConfig
@@ -67,6 +73,8 @@ def main() -> None:
 
     with held:
         code = run_guarded(agent, private_dir)
+    if code != EXIT_COORDINATOR_SILENT and ram_dir:
+        remove_places([ram_dir])
     if code == EXIT_COORDINATOR_SILENT and os.environ.get("NVRX_RUN_DIR"):
         os.environ.update(
             {rpc.COORDINATOR_VARIABLE: coordinator, rpc.TOKEN_VARIABLE: token, rpc.FENCE_VARIABLE: fence}

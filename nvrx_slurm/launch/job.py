@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_slurm.agent.guardian import run_guarded
-from nvrx_slurm.agent.private_places import new_private_dir, release_places
+from nvrx_slurm.agent.private_places import RAM_DIR_VARIABLE, new_private_dir, release_places
 from nvrx_slurm.coordinator.limits import Limits
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.coordinator.run_dir import RunDir
@@ -268,7 +268,8 @@ def _run_agent(launch: Launch, name: str, token: str, address: str, private_dir:
         place=launch.rendezvous.place,
     )
     run_id = launch.rendezvous.run_id
-    config = AgentConfig(address, token, run_id, name, private_dir, launch.environ, own, launch.signals)
+    environ = {**launch.environ, RAM_DIR_VARIABLE: str(private_dir / "ram")}
+    config = AgentConfig(address, token, run_id, name, private_dir, environ, own, launch.signals)
 
     async def run() -> tuple[int, int | None]:
         agent = Agent(config)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from nvrx_slurm.devcluster import DevCluster
 from nvrx_slurm.journal import (
     CheckpointLoaded,
     CheckpointSaved,
@@ -25,6 +26,7 @@ from .jobs import CLONE, TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
+_STEPS = 160
 _SMALL_MODEL = ("--layers", "2", "--width", "64", "--ckpt-every", "10")
 
 
@@ -36,6 +38,7 @@ def _train(
     spares: int,
     name: str = "job",
     sbatch: tuple[str, ...] = (),
+    program: tuple[str, ...] = (),
 ) -> SlurmJob:
     return slurm.submit(
         "--nproc-per-node=2",
@@ -44,22 +47,32 @@ def _train(
         str(TRAIN_GPT),
         f"--steps={steps}",
         *_SMALL_MODEL,
+        *program,
         nodes=nodes,
         name=name,
         sbatch=sbatch,
     )
 
 
-def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is(slurm: SlurmJobs) -> None:
-    # given a run that nothing disturbs
-    steps = 160
-    undisturbed = _train(slurm, steps, nodes=4, spares=0, name="undisturbed")
-    assert undisturbed.wait_for_end(120) == 0, undisturbed.log()
-    expected = undisturbed.curve()
-    assert sorted(expected) == list(range(1, steps + 1))
+@pytest.fixture(scope="module")
+def undisturbed(five_node_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run that nothing disturbs."""
+    jobs = SlurmJobs(five_node_cluster, tmp_path_factory.mktemp("undisturbed"))
+    try:
+        job = _train(jobs, _STEPS, nodes=4, spares=0, name="undisturbed")
+        assert job.wait_for_end(120) == 0, job.log()
+        expected = job.curve()
+    finally:
+        jobs.clean_up()
+    assert sorted(expected) == list(range(1, _STEPS + 1))
+    return expected
 
+
+def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is(
+    slurm: SlurmJobs, undisturbed: dict[int, float]
+) -> None:
     # when rank 3 is killed, rank 5 hangs, and the node at group rank 1 loses power
-    job = _train(slurm, steps, "--heartbeat-timeout=5s", nodes=5, spares=1, name="disturbed")
+    job = _train(slurm, _STEPS, "--heartbeat-timeout=5s", nodes=5, spares=1, name="disturbed")
     job.wait_for_training(cycle=0)
     killed_on = job.signal_rank(3, signal.SIGKILL)
     job.wait_for_training(cycle=1)
@@ -72,7 +85,7 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
 
     # then the job succeeds with the same losses, step for step
     assert code == 0, job.log()
-    assert job.curve() == expected
+    assert job.curve() == undisturbed
 
     # and the report names each culprit
     report = json.loads(
@@ -203,3 +216,30 @@ def test_before_its_time_limit_a_job_without_a_signal_saves_is_requeued_and_goes
     assert job.wait_for(Requeued, 0).event.excluded == []
     saved = [record.event.step for record in job.events(CheckpointSaved)]
     assert job.wait_for(CheckpointLoaded, 1, 90).event.step == saved[-1]
+
+
+def test_after_a_lost_node_training_resumes_from_the_copies_in_the_memory_of_others(
+    slurm: SlurmJobs, undisturbed: dict[int, float]
+) -> None:
+    # given checkpoints in the nodes' memory, and none on shared disk before step 50
+    job = _train(slurm, _STEPS, nodes=5, spares=1, program=("--ckpt=ladder",))
+    job.wait_for_training(cycle=0, steps=25)
+
+    # when a node is lost with all that is in its memory
+    lost = job.active_nodes()[1]
+    slurm.cluster.kill_node(lost)
+
+    # then the spare that takes its place has its state from another node
+    resumed = job.wait_for(CheckpointLoaded, cycle=1, timeout_s=60).event
+    assert resumed.layer == "local"
+    assert resumed.step >= 20
+    assert resumed.why.startswith("the newest that is whole; shared has ")
+    assert lost not in job.active_nodes()
+    assert job.wait_for_end(120) == 0, job.log()
+    assert job.curve() == undisturbed
+
+    # and nothing stays in the memory of the nodes
+    for node in slurm.cluster.node_names:
+        if node != lost:
+            names = ["find", "/dev/shm", "-name", f"nvrx-*-{job.job_id}-ram-*"]
+            assert slurm.cluster.exec(node, names, capture_output=True, check=True).stdout == b""

@@ -14,6 +14,7 @@ from nvrx_slurm.agent.private_places import (
     make_private,
     new_private_dir,
     private_places,
+    ram_dir_for_checkpoints,
     remove_places,
     staging_place,
 )
@@ -105,3 +106,34 @@ def test_what_killed_agents_have_left_is_removed_by_the_next_and_nothing_else(tm
 def test_output_is_staged_only_where_a_local_disk_is_named(tmp_path: Path) -> None:
     assert staging_place(tmp_path, {"NVRX_NODE_LOCAL_TMPDIR": "/local"}) == tmp_path
     assert staging_place(tmp_path, {}) is None
+
+
+def test_checkpoints_in_memory_stay_while_agents_follow_each_other_on_a_node() -> None:
+    environ = {"SLURM_JOB_ID": f"ram{os.getpid()}", "NVRX_NODE_LOCAL_TMPDIR": ""}
+    first = ram_dir_for_checkpoints(environ, "n1")
+    assert first is not None
+    try:
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        (first / "part").write_text("content")
+        os.utime(first, (0, 0))
+        remove_places([new_private_dir(environ, "n1")])  # it clears what killed agents have left
+        again = ram_dir_for_checkpoints(environ, "n1")
+        assert again == first
+        assert (first / "part").read_text() == "content"
+        other = ram_dir_for_checkpoints(environ, "n2")
+        assert other not in (None, first)
+        remove_places([other or first])
+    finally:
+        remove_places([first])
+    assert not first.exists()
+
+
+def test_a_directory_in_memory_that_others_can_read_is_not_used() -> None:
+    environ = {"SLURM_JOB_ID": f"open{os.getpid()}"}
+    place = ram_dir_for_checkpoints(environ, "n1")
+    assert place is not None
+    try:
+        place.chmod(0o755)
+        assert ram_dir_for_checkpoints(environ, "n1") is None
+    finally:
+        remove_places([place])
