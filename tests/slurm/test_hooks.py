@@ -1,6 +1,6 @@
 """The hooks on a real Slurm: slurmd runs them as root, from the lines that install-hooks prints.
 
-Faults are files in a node's own state directory, which a site script of the test's reads.
+Faults are files in a node's own state directory, which a site script of the test's reads, or simulated.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Site:
     def job(self, job_id: str) -> dict[str, str]:
         return parse_fields(self.run("scontrol", "-o", "show", "job", job_id))
 
-    def finish(self, job_id: str, timeout_s: float = 90) -> dict[str, str]:
+    def finish(self, job_id: str, timeout_s: float = 150) -> dict[str, str]:
         """Wait until the job and its epilogs have ended; return the job."""
         held: list[str] = []
 
@@ -127,7 +127,7 @@ class Site:
         self._write(
             "state_dir: /run/nvrx-node/health\n"
             "budget_s: 60\n"
-            f"hooks: {{slurm_conf: {conf}, {hooks}}}\n"
+            f"hooks: {{slurm_conf: {conf}, deep_checks: [], {hooks}}}\n"
             f"checks: {{site-scripts: {{directory: {self.prefix}/checks.d, timeout_s: 50, answer_s: 45}}}}\n"
         )
 
@@ -169,7 +169,8 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     script.write_text(_FAN)
     script.chmod(0o755)
     cluster = DevCluster(f"hook{os.getpid()}")
-    cluster.up(nodes=NODES, gpus_per_node=0, share=[tmp_path_factory.getbasetemp()], slurm_conf=lines)
+    shares = [tmp_path_factory.getbasetemp()]
+    cluster.up(nodes=NODES, gpus_per_node=2, nics=2, share=shares, slurm_conf=lines)
     try:
         yield Site(cluster, prefix)
     finally:
@@ -228,9 +229,25 @@ def test_the_brake_keeps_one_reason_from_draining_the_partition(site: Site) -> N
 def test_a_node_that_breaks_during_a_job_is_drained_before_the_next_one(site: Site) -> None:
     site.break_node("n1", "epilog")
     assert site.finish(site.submit("true", "-x", "n2,n3,n4,n5"))["NodeList"] == "n1"
-    wait_until("n1 is drained", lambda: "n1" in site.drained(), 10)
+    wait_until("n1 is drained", lambda: "n1" in site.drained(), 60)
     assert site.drained()["n1"].startswith("nvrx:site-scripts:script-fan:repair ")
     assert site.finish(site.submit("true", "-x", "n2,n3,n4,n5"))["NodeList"] == "n6"
+
+
+def test_an_epilog_compares_with_what_its_prolog_has_seen(site: Site) -> None:
+    job_id = site.submit("touch /local/began; sleep 600", "-w", "n2")
+    began = site.cluster.local_dir_of("n2") / "began"
+    wait_until("the prolog has passed, and the job has begun", began.exists, 60)
+    site.cluster.inject("n2", ["nic.mlx5_1.link_downed+=1"])
+    site.run("scancel", job_id)
+    wait_until("n2 is drained", lambda: "n2" in site.drained(), 60)
+    reason = parse_reason(site.drained()["n2"])
+    assert reason is not None
+    assert (reason.check, reason.scope) == ("nic-counters", "nic-mlx5_1/1")
+    # The counter stays what it is: only a new baseline forgets it.
+    assert site.health("n2", "resume", "n2").returncode == 3
+    assert site.health("n2", "resume", "n2", "--repaired").returncode == 0
+    assert site.drained() == {}
 
 
 def _accusing(node: str) -> str:
@@ -251,7 +268,7 @@ def test_a_user_accuses_and_root_verifies(
     assert site.finish(site.submit("true", "-w", node, *options, user=NOBODY))["JobState"] == "COMPLETED"
     # The next prolog on the node runs after that epilog.
     if drains:
-        wait_until(f"{node} is drained", lambda: node in site.drained(), 10)
+        wait_until(f"{node} is drained", lambda: node in site.drained(), 60)
     else:
         site.finish(site.submit("true", "-w", node))
         assert site.drained() == {}
@@ -272,11 +289,11 @@ def test_a_node_that_a_coordinator_leaves_out_is_looked_at_by_root(site: Site, t
         "-w",
         "n[5-6]",
     )
-    assert site.finish(job_id, 120)["JobState"] == "COMPLETED"
+    assert site.finish(job_id)["JobState"] == "COMPLETED"
     comment = site.run("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%k")
     assert comment.startswith("project 42 nvrx{")
     assert parse_accusation(comment).bad == {"n6": "site-scripts script fan: the fan is off"}
-    wait_until("n6 is drained", lambda: "n6" in site.drained(), 20)
+    wait_until("n6 is drained", lambda: "n6" in site.drained(), 60)
     assert list(site.drained()) == ["n6"]
 
 
@@ -295,7 +312,7 @@ def test_what_a_user_has_left_is_cleaned_up_when_the_last_job_ends(site: Site) -
 
     assert left() == (True, True), "the user has another job there"
     site.run("scancel", first)
-    wait_until("all is cleaned up", lambda: left() == (False, False), 30)
+    wait_until("all is cleaned up", lambda: left() == (False, False), 60)
     assert site.on("n4", "test", "-e", "/dev/shm/roots-own").returncode == 0
 
 
@@ -305,10 +322,10 @@ def test_what_a_user_has_left_is_cleaned_up_when_the_last_job_ends(site: Site) -
 def test_a_reason_of_an_administrator_stays(site: Site) -> None:
     site.break_node("n3", "epilog")
     job_id = site.submit("sleep 600", "-w", "n3")
-    wait_until("it runs", lambda: site.job(job_id)["JobState"] == "RUNNING", 30)
+    wait_until("it runs", lambda: site.job(job_id)["JobState"] == "RUNNING", 60)
     site.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=swapping the fan")
     site.run("scancel", job_id)
-    wait_until("its epilog has run", lambda: site.node("n3").state == "idle+drain", 30)
+    wait_until("its epilog has run", lambda: site.node("n3").state == "idle+drain", 60)
     assert site.drained() == {"n3": "swapping the fan"}
     refused = site.health("n3", "resume", "n3")
     assert (refused.returncode, "not by these checks" in refused.stderr) == (3, True)
