@@ -245,10 +245,13 @@ class DevCluster:
         slurm_conf: tuple[str, ...],
     ) -> None:
         if (there.nodes, there.gpus_per_node, there.nics) != (nodes, gpus_per_node, nics):
-            adapters = "no simulated hardware" if there.nics is None else f"{there.nics} network adapters"
+            has = (
+                "without simulated hardware" if there.nics is None else f"with {there.nics} network adapters"
+            )
+            hardware = "" if there.nics == nics else f" {has}"
             raise DevClusterError(
                 f"cluster {self.name!r} is already up with {there.nodes} nodes of {there.gpus_per_node} "
-                f"GPUs and {adapters}: take it down first, or choose another --name"
+                f"GPUs{hardware}: take it down first, or choose another --name"
             )
         if there.slurm_conf != slurm_conf:
             raise DevClusterError(

@@ -243,6 +243,9 @@ def test_up_in_another_shape_is_refused(cluster: DevCluster) -> None:
 
     assert done.returncode == 2
     assert "is already up with 4 nodes of 2 GPUs: take it down first" in done.stderr
+    done = devcluster("up", "--gpus-per-node", "2", "--hardware")
+    assert done.returncode == 2
+    assert "is already up with 4 nodes of 2 GPUs without simulated hardware: take it" in done.stderr
 
 
 def test_two_clusters_do_not_see_each_other(cluster: DevCluster, other_name: str) -> None:
@@ -326,6 +329,13 @@ def test_each_node_has_its_own_tmp_shm_and_local_disk(cluster: DevCluster) -> No
         (("restore-node", "n1", "--wipe-local"), "node n1 is running: kill it before wiping its local disk"),
         (("up", "--nodes", "0"), "--nodes 0 is out of range: use 1 to 64"),
         (("up", "--share", "/tmp"), "each node has its own; name a directory below it"),
+        (("up", "--nics", "3"), "--nics is for simulated hardware: add --hardware"),
+        (("up", "--hardware", "--nics", "99"), "--nics 99 is out of range: use 0 to 32"),
+        (
+            ("inject", "n1", "gpu.0.lost"),
+            "have no simulated hardware: start it with nvrx-devcluster up --hardware",
+        ),
+        (("heal", "n1"), "have no simulated hardware: start it with nvrx-devcluster up --hardware"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
@@ -339,9 +349,11 @@ def test_what_cannot_be_done_is_one_sentence(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["env", "kill-node", "partition-node", "restore-node", "exec"])
+@pytest.mark.parametrize(
+    "command", ["env", "kill-node", "partition-node", "restore-node", "exec", "inject", "heal"]
+)
 def test_without_a_cluster_every_command_says_how_to_start_one(command: str) -> None:
-    arguments = {"env": (), "exec": ("1", "true")}.get(command, ("1",))
+    arguments = {"env": (), "exec": ("1", "true"), "inject": ("1", "gpu.0.lost")}.get(command, ("1",))
     done = devcluster(command, *arguments, name="absent")
 
     assert done.returncode == 2
