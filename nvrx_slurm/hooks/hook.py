@@ -26,6 +26,7 @@ from nvrx_slurm.hooks.drain import drain
 from nvrx_slurm.slurm.administration import NodeAdmin
 from nvrx_slurm.slurm.client import SlurmRefusedError, SlurmUnavailableError
 
+_PATIENCE = 5
 SLURM_S = 15.0
 """Of a hook's time, what is kept for Slurm's answers and for cleaning up."""
 
@@ -118,6 +119,24 @@ class Hook:
         elif why := remember_baseline(replace(self.node)):
             self.say(f"no new baseline: {why}")
 
+    def _has_other_jobs(self, uid: int) -> bool:
+        """Tell whether the user has other jobs here, so that what is there may be theirs.
+
+        Of jobs that end together each sees the others: the last one waits a moment for them.
+
+        Raises:
+            SlurmUnavailableError
+        """
+        mine = int(self.context.job.job_id)
+        for patience in range(_PATIENCE, -1, -1):
+            others = [job for job in self.admin.jobs_of(uid, self.context.node) if job.job_id != mine]
+            if not others or not patience:
+                break
+            if not all(job.completing and job.job_id < mine for job in others):
+                break
+            self.wait(1.0)
+        return bool(others)
+
     def _clean_up(self) -> None:
         uid, settings = self.context.job.uid, self.config.hooks
         if not settings.clean_up or uid is None or uid < settings.clean_up_from_uid:
@@ -126,11 +145,10 @@ class Hook:
         if not left:
             return
         try:
-            others = set(self.admin.jobs_of(uid, self.context.node)) - {self.context.job.job_id}
+            if self._has_other_jobs(uid):
+                return
         except SlurmUnavailableError as error:
             self.say(f"user {uid} has left {left}: not cleaned up, Slurm could not be asked: {error}")
-            return
-        if others:
             return
         remains = clean(left, uid)
         self.say(f"user {uid} had left {left}: {remains or 'cleaned up'}")

@@ -53,6 +53,15 @@ class ExcludingJob:
     """Slurm starts it on none of these."""
 
 
+@dataclass(frozen=True)
+class JobOnNode:
+    """A job that Slurm still has on a node."""
+
+    job_id: int
+    completing: bool
+    """Its processes are being ended, or its epilog runs."""
+
+
 class NodeAdmin(Protocol):
     """What the hooks need of Slurm."""
 
@@ -88,8 +97,8 @@ class NodeAdmin(Protocol):
         """
         ...
 
-    def jobs_of(self, uid: int, node: str) -> list[str]:
-        """Return the ids of the jobs that a user has on ``node``.
+    def jobs_of(self, uid: int, node: str) -> list[JobOnNode]:
+        """Return the jobs that a user has on ``node``.
 
         Raises:
             SlurmUnavailableError
@@ -132,8 +141,9 @@ class ScontrolAdmin(ScontrolClient):
         self.requeue(job_id)
         self.update_job(job_id, StartTime=f"now+{_START_IN_S}")
 
-    def jobs_of(self, uid: int, node: str) -> list[str]:
-        return self._output(["squeue", "-h", "-w", node, "-u", str(uid), "-o", "%A"]).split()
+    def jobs_of(self, uid: int, node: str) -> list[JobOnNode]:
+        told = self._output(["squeue", "-h", "-w", node, "-u", str(uid), "-o", "%A %T"])
+        return [JobOnNode(int(job_id), state == "COMPLETING") for job_id, state in _pairs(told)]
 
     def excluding_jobs(self) -> list[ExcludingJob]:
         """Return the jobs in the queue that leave nodes out.
@@ -163,6 +173,11 @@ def _node_record(line: str) -> NodeRecord:
         since=int(since) if since.isascii() and since.isdigit() else None,
         partitions=tuple(name for name in fields.get("Partitions", "").split(",") if name),
     )
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    rows = (line.split() for line in text.splitlines())
+    return [(row[0], row[1]) for row in rows if len(row) == 2 and row[0].isdecimal()]
 
 
 def parse_excluding_jobs(text: str) -> list[ExcludingJob]:

@@ -15,7 +15,7 @@ from nvrx_slurm.slurm import (
     UnknownJobError,
     expand_hostlist,
 )
-from nvrx_slurm.slurm.administration import NodeRecord
+from nvrx_slurm.slurm.administration import JobOnNode, NodeRecord
 
 
 def running_job(job_id: str, nodes: Sequence[str], **fields: object) -> Job:
@@ -124,8 +124,8 @@ class FakeNodeAdmin:
         self.records = {name: NodeRecord(name, "idle", partitions=("batch",)) for name in nodes}
         self.orders: list[tuple[str, str]] = []
         """``drain``, ``resume`` and ``start_elsewhere``, each with its node or job."""
-        self.jobs: dict[tuple[int, str], list[str]] = {}
-        """Ids by user and node."""
+        self.jobs: dict[tuple[int, str], list[JobOnNode]] = {}
+        """By user and node."""
         self.refusal: SlurmRefusedError | None = None
         """Of every order."""
         self.unavailable: SlurmUnavailableError | None = None
@@ -157,7 +157,7 @@ class FakeNodeAdmin:
     def start_elsewhere(self, job_id: str) -> None:
         self._order("start_elsewhere", job_id)
 
-    def jobs_of(self, uid: int, node: str) -> list[str]:
+    def jobs_of(self, uid: int, node: str) -> list[JobOnNode]:
         if self.unavailable is not None:
             raise self.unavailable
         return self.jobs.get((uid, node), [])

@@ -20,6 +20,7 @@ from nvrx_slurm.hooks.cleanup import Leftovers, LeftProcess
 from nvrx_slurm.hooks.context import ContextError, HookContext
 from nvrx_slurm.hooks.hook import ExitCode, Hook
 from nvrx_slurm.slurm import SlurmRefusedError, SlurmUnavailableError
+from nvrx_slurm.slurm.administration import JobOnNode
 from nvrx_slurm.testing.health import fake_node
 from nvrx_slurm.testing.slurm import FakeNodeAdmin
 
@@ -33,6 +34,7 @@ class World:
         self.admin = FakeNodeAdmin("n1", "n2")
         self.said: list[str] = []
         self.waited: list[float] = []
+        self.when_waiting: Callable[[], object] = lambda: None
         self.fan: CheckResult = ok("turns")
         self.deep: CheckResult = ok("fast")
         self.accusation = ""
@@ -48,8 +50,12 @@ class World:
             "gpu-probe": self._check("gpu-probe", lambda: self.deep, opt_in=True),
         }
         context = HookContext("n1", job, self.accusation)
-        say, wait = self.said.append, self.waited.append
-        return Hook(context, node, checks, self.config, self.admin, say, 30.0, wait).run()
+        say = self.said.append
+        return Hook(context, node, checks, self.config, self.admin, say, 30.0, self._wait).run()
+
+    def _wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        self.when_waiting()
 
     def _check(self, name: str, say: Callable[[], CheckResult], *, opt_in: bool = False) -> Check:
         return Check(
@@ -196,16 +202,36 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_epilog_cleans_up_after_its_user(world: World, left: list[int]) -> None:
-    world.admin.jobs[(1001, "n1")] = ["12"]
+    world.admin.jobs[(1001, "n1")] = [JobOnNode(12, completing=True)]
     world.run(Stage.EPILOG)
     assert left == [1001]
     assert world.said == ["user 1001 had left 1 processes: python (77): cleaned up"]
 
 
-def test_nothing_is_cleaned_up_where_the_user_has_another_job(world: World, left: list[int]) -> None:
-    world.admin.jobs[(1001, "n1")] = ["12", "13"]
+@pytest.mark.parametrize(
+    "other",
+    [JobOnNode(11, completing=False), JobOnNode(13, completing=False), JobOnNode(13, completing=True)],
+)
+def test_nothing_is_cleaned_up_where_the_user_has_another_job(
+    world: World, left: list[int], other: JobOnNode
+) -> None:
+    world.admin.jobs[(1001, "n1")] = [JobOnNode(12, completing=True), other]
     world.run(Stage.EPILOG)
-    assert left == []
+    assert (left, world.waited) == ([], [])
+
+
+def test_of_jobs_that_end_together_the_last_one_cleans_up(world: World, left: list[int]) -> None:
+    there = [JobOnNode(11, completing=True), JobOnNode(12, completing=True)]
+    world.admin.jobs[(1001, "n1")] = there
+    world.when_waiting = lambda: there.pop(0)
+    world.run(Stage.EPILOG)
+    assert (left, world.waited) == ([1001], [1.0])
+
+
+def test_and_does_not_wait_for_ever(world: World, left: list[int]) -> None:
+    world.admin.jobs[(1001, "n1")] = [JobOnNode(11, completing=True)]
+    world.run(Stage.EPILOG)
+    assert (left, world.waited) == ([], [1.0] * 5)
 
 
 def test_nothing_is_cleaned_up_where_slurm_does_not_say_who_has_jobs(world: World, left: list[int]) -> None:

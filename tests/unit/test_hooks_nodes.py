@@ -18,6 +18,7 @@ from nvrx_slurm.hooks.resume import RefusedError, Resumption, elsewhere
 from nvrx_slurm.slurm import SlurmUnavailableError
 from nvrx_slurm.slurm.administration import (
     ExcludingJob,
+    JobOnNode,
     ScontrolAdmin,
     parse_excluding_jobs,
     parse_node_records,
@@ -54,13 +55,17 @@ def test_jobs_that_exclude_nodes_are_read_as_squeue_prints_them() -> None:
 
 def test_what_is_asked_of_slurm() -> None:
     commands = FakeSlurmCommands(
-        {"scontrol -o show nodes": NODES, "scontrol": "", "squeue -h -w n1 -u 1001 -o %A": "5\n6\n"}
+        {
+            "scontrol -o show nodes": NODES,
+            "scontrol": "",
+            "squeue -h -w n1 -u 1001": "5 RUNNING\n6 COMPLETING\n",
+        }
     )
     admin = ScontrolAdmin({}, commands)
     admin.drain("n1", OURS)
     admin.resume("n1")
     admin.start_elsewhere("7")
-    assert admin.jobs_of(1001, "n1") == ["5", "6"]
+    assert admin.jobs_of(1001, "n1") == [JobOnNode(5, completing=False), JobOnNode(6, completing=True)]
     assert len(admin.node_records()) == 3
     assert commands.asked[:4] == [
         f"scontrol update NodeName=n1 State=DRAIN Reason={OURS}",
