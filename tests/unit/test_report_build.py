@@ -254,6 +254,16 @@ def test_ranks_that_loaded_different_steps_resume_from_the_lowest() -> None:
     assert report(w.records, now=16.0).cycles[1].resumed_from == 8
 
 
+def test_the_timeline_says_which_checkpoint_was_loaded_and_why() -> None:
+    w = training()
+    w.at(15.0, killed(3, "n2"))
+    w.restart(15.2, "r", "w", killed(3, "n2"))
+    w.cycle_starts(15.3, NODES)
+    w.at(15.5, CheckpointLoaded(step=8, layer="local", rank=0, why="the newest that is whole"))
+    lines = [m.text for m in report(w.records, now=16.0).timeline if m.kind is MomentKind.CHECKPOINT_LOADED]
+    assert lines == ["from step 8 (local checkpoint): the newest that is whole"]
+
+
 def test_a_cycle_that_fails_before_its_first_step_takes_over_the_seconds_lost() -> None:
     w = training()
     w.at(15.0, killed(3, "n2"))
