@@ -61,7 +61,8 @@ def install(prefix: Path, command: Path, limit_s: int, *, dry_run: bool = False)
     Raises:
         InstallError: no absolute prefix, no such command, something of others in the way, or no permission.
     """
-    prefix, command = _absolute(prefix), command.absolute()
+    # Resolved: it may be our own link that is being run.
+    prefix, command = _usable(prefix), command.resolve()
     if not (command.is_file() and os.access(command, os.X_OK)):
         raise InstallError(f"{command}: this is not a command that slurmd could run")
     if limit_s < 20:
@@ -85,7 +86,7 @@ def uninstall(prefix: Path, *, dry_run: bool = False) -> list[str]:
     Raises:
         InstallError: no absolute prefix, or no permission.
     """
-    prefix = _absolute(prefix)
+    prefix = _usable(prefix)
     hooks = [path for path in _hook_paths(prefix) if path.is_file()]
     ours = [path for path in hooks if _MARK in path.read_text(errors="replace")]
     link, config = prefix / "bin" / "nvrx-health", prefix / "health.yaml"
@@ -144,8 +145,6 @@ def _link(link: Path, command: Path, *, dry_run: bool) -> list[str]:
     if link.is_symlink() and link.readlink() == command:
         return []
     if link.exists() and not link.is_symlink():
-        if link.absolute() == command:
-            return []
         raise InstallError(f"{link}: is there, and is not ours: take it away first")
     if not dry_run:
         link.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -180,9 +179,11 @@ def _warnings(command: Path) -> list[str]:
     return []
 
 
-def _absolute(prefix: Path) -> Path:
+def _usable(prefix: Path) -> Path:
     if not prefix.is_absolute() or any(c.isspace() for c in str(prefix)):
         raise InstallError(f"--prefix {prefix}: accepted: an absolute path without white space")
+    if (prefix / "nvrx_slurm" / "__init__.py").exists():
+        raise InstallError(f"--prefix {prefix}: this is a clone of nvrx-slurm, which has its own hooks")
     return prefix
 
 

@@ -119,6 +119,20 @@ def test_a_prefix_that_slurm_conf_cannot_hold_is_refused(where: str, command: Pa
         install(Path(where), command, 30)
 
 
+def test_a_clone_of_ours_is_no_prefix(command: Path) -> None:
+    """Taking the hooks away again would take the clone's own."""
+    clone = Path(__file__).resolve().parents[2]
+    for refused in (lambda: install(clone, command, 30), lambda: uninstall(clone)):
+        with pytest.raises(InstallError, match="a clone of nvrx-slurm"):
+            refused()
+
+
+def test_its_own_link_can_install_it_again(prefix: Path, command: Path) -> None:
+    install(prefix, command, 30)
+    assert install(prefix, prefix / "bin" / "nvrx-health", 30) == []
+    assert (prefix / "bin" / "nvrx-health").readlink() == command
+
+
 def test_a_limit_that_leaves_no_time_is_refused(prefix: Path, command: Path) -> None:
     with pytest.raises(InstallError, match="accepted: 20s and more"):
         install(prefix, command, 5)
