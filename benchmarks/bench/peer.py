@@ -11,8 +11,9 @@ from pathlib import Path
 
 VERSION = "0.4.1"
 _CLONE = Path(__file__).resolve().parents[2]
-# msgspec: the worker imports our client beside it, as it does under every contender.
-_PACKAGES = (f"nvidia-resiliency-ext=={VERSION}", "torch", "msgspec")
+# msgspec: the worker imports our client beside it, as it does under every contender. NumPy: its checkpointing
+# imports it, but it is not among its requirements.
+_PACKAGES = (f"nvidia-resiliency-ext=={VERSION}", "torch", "msgspec", "numpy")
 
 
 class PeerError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from nvrx_slurm.checkpointing.async_ckpt.core import (
     ensure_snapshotted,
 )
 from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+from nvrx_slurm.checkpointing.async_ckpt.worker import patiently
 from nvrx_slurm.linux import process_state
 
 MANY = 16
@@ -361,6 +363,33 @@ class TestTrainerEnds:
         # The worker has inherited standard output, so run() has waited for its end, or nearly.
         assert ended(int(done.stdout))
         assert torch.load(tmp_path / "a.pt")["a"].sum() == 1000
+
+
+class TestWriting:
+    def test_a_passing_error_is_tried_again_after_a_growing_while(self) -> None:
+        errors = iter([errno.EIO, errno.ESTALE])
+        waits: list[float] = []
+
+        def write() -> None:
+            for number in errors:
+                raise OSError(number, os.strerror(number))
+
+        patiently(write, waits.append)
+        assert waits == [1.0, 4.0]
+
+    @pytest.mark.parametrize(
+        ("number", "tries"), [(errno.EIO, 4), (errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EROFS, 1)]
+    )
+    def test_a_lasting_error_is_raised_a_full_disk_at_once(self, number: int, tries: int) -> None:
+        tried: list[int] = []
+
+        def write() -> None:
+            tried.append(number)
+            raise OSError(number, os.strerror(number))
+
+        with pytest.raises(OSError, match=os.strerror(number)):
+            patiently(write, lambda _seconds: None)
+        assert len(tried) == tries
 
 
 class TestArenaPool:

@@ -7,6 +7,7 @@ A task whose snapshot is complete is finished when the trainer is gone or this p
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import queue
@@ -17,7 +18,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from nvrx_slurm.checkpointing.storage.image import ImageSpec, write_image
 
 GRACE_S = 10.0
 _MOST_WRITERS = 16
+_PAUSES_S = (1.0, 4.0, 15.0)
+_PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
 _ERROR_LENGTH = 16_000
 
 
@@ -51,6 +56,21 @@ def _be_modest(nice: int, io_priority: int) -> None:
             linux.set_io_priority(io_priority)
         except OSError as error:
             print(f"nvrx: checkpoint worker: I/O priority {io_priority}: {error}", file=sys.stderr)
+
+
+def patiently(write: Callable[[], None], wait: Callable[[float], None] = time.sleep) -> None:
+    """Write, again after a while where a network file system has stumbled (EIO, ESTALE, …).
+
+    A full disk (ENOSPC, EDQUOT) is an error at once: waiting would hold the snapshot's memory.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            wait(pause_s)
+    return write()
 
 
 class _Worker:
@@ -132,7 +152,7 @@ class _Worker:
         view = memoryview(memory)
         try:
             with ThreadPoolExecutor(min(max(1, len(specs)), _MOST_WRITERS)) as pool:
-                for done in [pool.submit(write_image, spec, view) for spec in specs]:
+                for done in [pool.submit(patiently, partial(write_image, spec, view)) for spec in specs]:
                     done.result()
         finally:
             view.release()

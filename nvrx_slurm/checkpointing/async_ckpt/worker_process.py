@@ -150,12 +150,15 @@ class WorkerProcess:
 
         def copied(error: Exception | None) -> None:
             if error is not None:
-                pool.release(arena)
-                ticket.resolve(f"{type(error).__name__}: {error}")
+                self._fail(handed, f"{type(error).__name__}: {error}")
             else:
                 self._send(task, handed)
 
-        Snapshot(arena, placed, mode, copied)
+        try:
+            Snapshot(arena, placed, mode, copied)
+        except Exception:
+            pool.release(arena)
+            raise
         return ticket
 
     def _send(self, task: Task, handed: _Handed) -> None:
