@@ -26,7 +26,7 @@ _REQUEST_S = 5.0
 _POLL_S = 2.0
 _ANALYSIS_S = 600.0
 _LAST_S = 5.0
-"""At the job's end, for what the service has not answered by then."""
+"""At the end of a job that has failed: for what the service has not answered by then."""
 _MOST = 4
 """Cycles that it is asked about at a time; of more, the oldest is given up."""
 _ACTIONS = {"STOP": "stop", "RESTART": "restart", "CONTINUE": "restart"}
@@ -90,9 +90,9 @@ class AttributionService:
             case _:
                 pass
 
-    async def finish(self) -> None:
-        """Wait a little for what it has been asked."""
-        if self._asking:
+    async def finish(self, failed: bool) -> None:
+        """Ask no more; wait a little for what it has been asked if the job has ``failed``."""
+        if self._asking and failed:
             await asyncio.wait(self._asking.values(), timeout=_LAST_S)
         await cancel_all([*self._asking.values(), *self._announcing])
 

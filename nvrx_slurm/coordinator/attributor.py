@@ -20,7 +20,7 @@ from nvrx_slurm.journal import CycleAttributed, FaultKind, Record
 
 _TIMEOUT_S = 120.0
 _LAST_S = 10.0
-"""At the job's end: for what has not been attributed by then."""
+"""At the end of a job that has failed: for what has not been attributed by then."""
 _TRACES_S = 6.0
 """A little longer than agents take to write the traces of a hang."""
 _USELESS = frozenset({"4-deterministic", "7-repeated", "10-startup"})
@@ -91,9 +91,9 @@ class Attributor:
         self._without_traces.get(cycle, set()).discard(node)
         self._traces_written.set()
 
-    async def finish(self) -> None:
-        """Wait a little for what is being attributed; end it then."""
-        if self._running:
+    async def finish(self, failed: bool) -> None:
+        """End what is being attributed; wait a little for it first if the job has ``failed``."""
+        if self._running and failed:
             await asyncio.wait(self._running, timeout=_LAST_S)
         await cancel_all([*self._running])
 

@@ -28,7 +28,7 @@ from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileEr
 from nvrx_slurm.coordinator.job_end import leave_exit_code
 from nvrx_slurm.coordinator.job_files import JobFiles
 from nvrx_slurm.coordinator.job_spec import JobSpec
-from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_RESTART_ELSEWHERE
+from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_OK, EXIT_RESTART_ELSEWHERE
 from nvrx_slurm.coordinator.rank_output import LAST_LINES_TIMEOUT_S, RankOutput
 from nvrx_slurm.coordinator.recorder import Recorder
 from nvrx_slurm.coordinator.server import AgentServer
@@ -168,9 +168,9 @@ class JobRunner:
         await self._files.settle()
         self._output.close()
         if self._attributor is not None:
-            await self._attributor.finish()
+            await self._attributor.finish(failed=code != EXIT_OK)
         if self._service is not None:
-            await self._service.finish()
+            await self._service.finish(failed=code != EXIT_OK)
 
     def _begin(self) -> Sequence[steps.Command]:
         before = self._spec.succession

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import subprocess
 from collections.abc import Callable
@@ -113,6 +114,26 @@ def test_a_hang_in_a_collective_with_equal_heartbeats_is_blamed_on_the_rank_that
     assert "rank 2 on n2: hung" in report(it)
 
 
+def test_w17_a_restart_waits_for_nothing_that_attributes_nor_does_a_job_that_ends_well(
+    job: MakeJob, tmp_path: Path
+) -> None:
+    """Neither the child, which reads a pipe that nobody writes, nor the service ever answers."""
+    os.mkfifo(tmp_path / "rules")
+    script = RANK + "if cycle == 0:\n    sys.exit(1)\nwait_for('go')"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = (*ON, "--ft-attribution-endpoint", url)
+        it = job(script, *options, NVRX_ATTRIBUTION_RULES=str(tmp_path / "rules")).start()
+        child = it.running("ended_cycle")
+        assert len(it.events(CycleStarted)) == 2
+        it.touch("go")
+        assert it.wait() == 0, it.stderr
+        assert not is_alive(child)
+    ended = it.records[-1]
+    assert isinstance(ended.event, JobEnded)
+    assert not it.events(CycleAttributed)
+
+
 def test_a_killed_coordinator_leaves_nothing_that_attributes(job: MakeJob, tmp_path: Path) -> None:
     """The child stands still: the site's rules are a pipe that nobody writes."""
     os.mkfifo(tmp_path / "rules")
@@ -142,7 +163,7 @@ def test_a_child_that_takes_too_long_is_killed(
         if bound == "_TIMEOUT_S":
             while not told:
                 await asyncio.sleep(0.01)
-        await one.finish()
+        await one.finish(failed=True)
 
     def children() -> list[str]:
         found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

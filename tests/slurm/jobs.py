@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nvrx_slurm.devcluster import DevCluster
 from nvrx_slurm.journal import (
@@ -52,6 +53,14 @@ class SlurmJob:
 
     def events(self, kind: type) -> list[Record]:
         return [record for record in self.records() if isinstance(record.event, kind)]
+
+    def attribution(self, cycle: int) -> dict[str, Any]:
+        """What nvrx-attribute says of a cycle."""
+        command = [CLONE / "bin" / "nvrx-attribute", "job", self.run_dir, f"--cycle={cycle}", "--json"]
+        said: dict[str, Any] = json.loads(
+            subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+        )
+        return said
 
     def wait_for(self, kind: type, cycle: int, timeout_s: float = 60.0) -> Record:
         """Wait for an event of ``kind`` in ``cycle``; fail early if the job fails without it."""

@@ -103,6 +103,13 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
         ("node_lost", lost, None),
     ]
     assert causes[3] is None
+    attributed = [cycle["attribution"] for cycle in report["cycles"][:3]]
+    assert [(a["category"], a["culprits"][0]["rank"], a["culprits"][0]["node"]) for a in attributed] == [
+        ("host.sigkill", 3, killed_on),
+        ("job.hang", 5, hung_on),
+        ("slurm.node_fail", None, lost),
+    ]
+    assert [a["exclude"] for a in attributed] == [[], [], [lost]]
     verdicts = [record.event for record in job.events(Verdict)]
     assert [v.kind for v in verdicts] == [FaultKind.SIGNAL, FaultKind.HANG, FaultKind.NODE_LOST]
 
@@ -168,6 +175,8 @@ def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
     job.wait_for_end(40)
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
     assert job.events(JobEnded)[-1].event.code == 128 + signal.SIGTERM
+    said = job.attribution(0)
+    assert (said["primary"]["category"], said["decision"]["rule"]) == ("slurm.cancelled", "1-over")
 
 
 def test_w20_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
@@ -214,6 +223,8 @@ def test_before_its_time_limit_a_job_without_a_signal_saves_is_requeued_and_goes
     assert asked.event.by.startswith("the time limit, ")
     assert job.wait_for(JobEnded, 0).event.code == 75
     assert job.wait_for(Requeued, 0).event.excluded == []
+    said = job.attribution(0)
+    assert (said["primary"]["category"], said["decision"]["action"]) == ("slurm.time_limit", "restart")
     saved = [record.event.step for record in job.events(CheckpointSaved)]
     assert job.wait_for(CheckpointLoaded, 1, 90).event.step == saved[-1]
 

@@ -39,7 +39,7 @@ def converse(url: str, told: Told, events: Callable[[AttributionService], None])
 
         service = AttributionService(url, lambda n: Path(f"/run/cycles/{n}/merged.log"), "ada", "7", tell)
         events(service)
-        await service.finish()
+        await service.finish(failed=True)
 
     asyncio.run(run())
 
