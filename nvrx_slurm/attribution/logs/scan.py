@@ -38,11 +38,14 @@ _DECISIVE = re.compile(
     rb"(?:status|exit|errno|signal|code|http|error|completion|returned)\D{0,24}(\d{1,6})", re.I
 )
 _NUMBER = re.compile(rb"([0-9]+)")
+_DECIDING, _ANY_NUMBER = rb"([0-9]{1,6})[0-9]*", rb"[0-9]+"
 _SUMMARY_RANK = re.compile(r"^\s{0,8}rank\s{0,12}: ?(\d{1,7}) \(local_rank")
 _SUMMARY = re.compile(r"^\s{0,8}(?:exitcode|traceback)\s{0,12}:")
 _SUMMARY_LINES = 6
 _FLOOD = 256
-"""So many messages of one kind are looked at one by one; of the rest every 64th."""
+"""So many messages of one kind are looked at one by one."""
+_LOOK = 64
+"""Of the rest each such, and after many fewer: they may name other ranks."""
 _TIMEOUT = re.compile(r"Timeout\(ms\)=(\d{1,12})|waiting (\d{1,12}) ?ms")
 _SMALL = re.compile(r"-?\b\d{1,3}\b")
 
@@ -76,13 +79,27 @@ class _Signatures:
     def of(self, raw: bytes) -> tuple[bytes, ...]:
         """Return the first six digits of at most four numbers."""
         parts = _NUMBER.split(raw)
+        return tuple([parts[place][:6] for place in self._places_in(parts, raw)])
+
+    def layout(self, raw: bytes) -> re.Pattern[bytes]:
+        """Return what matches lines that differ from this one in numbers alone; its groups are :meth:`of`."""
+        parts = _NUMBER.split(raw)
+        places = self._places_in(parts, raw)
+        return re.compile(
+            b"".join(
+                re.escape(part) if at % 2 == 0 else _DECIDING if at in places else _ANY_NUMBER
+                for at, part in enumerate(parts)
+            )
+        )
+
+    def _places_in(self, parts: list[bytes], raw: bytes) -> tuple[int, ...]:
         between = tuple(parts[::2])
         places = self._places.get(between)
         if places is None:
             if len(self._places) >= _MAX_SKELETONS:
                 self._places.clear()
             places = self._places[between] = self._find(raw)
-        return tuple([parts[place][:6] for place in places])
+        return places
 
     @staticmethod
     def _find(raw: bytes) -> tuple[int, ...]:
@@ -110,6 +127,8 @@ class _Flood:
     finding: Finding
     signatures: set[tuple[bytes, ...]] | None
     """Numbers that decide, as they were seen to lead to this finding; None: none can."""
+    layout: re.Pattern[bytes]
+    """Of most of these lines."""
     seen: int = 0
 
 
@@ -171,6 +190,8 @@ class LogScanner:
             if kind is _MARKS and not unfinished:
                 self._last_mark = (lines[at], number + at + 1)
                 continue
+            if type(kind) is _Flood and not unfinished and self._flooded(kind, lines[at], number + at + 1):
+                continue
             self._line(lines[at], skeleton, kind, number + at + 1)
         self.scan.lines += len(lines)
         self._settle()
@@ -187,17 +208,9 @@ class LogScanner:
                 if len(self._kinds) >= _MAX_SKELETONS:
                     self._kinds.clear()
                 self._kinds[skeleton] = kind
-        if isinstance(kind, _Flood):
-            kind.seen += 1
-            known = kind.signatures is None or self._signatures.of(raw) in kind.signatures
-            if kind.seen % 64 and known:
-                kind.finding.count += 1
-                kind.finding.last_line = number
-                return
-            kind = _CHECKED
         if kind is _MARKS:
             self._last_mark = (raw, number)
-        elif kind is _CHECKED:
+        elif kind is not _HARMLESS:
             self._check(raw, skeleton, number)
 
     def _judge(self, raw: bytes, skeleton: bytes) -> _Kind:
@@ -256,9 +269,23 @@ class LogScanner:
             flood = self._kinds.get(skeleton)
             if not isinstance(flood, _Flood) or flood.finding is not finding:
                 decides = _DIGITS_DECIDE.search(skeleton) is not None
-                flood = self._kinds[skeleton] = _Flood(finding, set() if decides else None)
+                known: set[tuple[bytes, ...]] | None = set() if decides else None
+                flood = self._kinds[skeleton] = _Flood(finding, known, self._signatures.layout(raw))
             if flood.signatures is not None and len(flood.signatures) < _FLOOD:
                 flood.signatures.add(self._signatures.of(raw))
+
+    def _flooded(self, flood: _Flood, raw: bytes, number: int) -> bool:
+        """Count a line of the flood's skeleton that can only lead to its finding; now and then do not."""
+        flood.seen += 1
+        if not flood.seen % (_LOOK if flood.seen < _LOOK * _FLOOD else _LOOK * 16):
+            return False
+        if flood.signatures is not None:
+            match = flood.layout.fullmatch(raw)
+            if (self._signatures.of(raw) if match is None else match.groups()) not in flood.signatures:
+                return False
+        flood.finding.count += 1
+        flood.finding.last_line = number
+        return True
 
     def _continues_traceback(self, raw: bytes, number: int) -> bool:
         whole = clip(raw.decode("utf-8", "replace"))
