@@ -309,6 +309,12 @@ class TestFaults:
             checkpoint.finalize_async_save(blocking=True)
         assert self.saves_again(checkpoint, tmp_path / "b")
 
+    def test_a_path_that_is_no_text(self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint) -> None:
+        checkpoint.async_save({}, tmp_path / os.fsdecode(b"\xff.pt"))
+        with pytest.raises(AsyncSaveError, match="UnicodeEncodeError"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert self.saves_again(checkpoint, tmp_path / "b")
+
     def test_an_open_file_is_refused_at_the_call(self, checkpoint: TorchAsyncCheckpoint) -> None:
         with pytest.raises(TypeError, match="takes a path"):
             checkpoint.async_save({}, sys.stdout)  # type: ignore[arg-type]

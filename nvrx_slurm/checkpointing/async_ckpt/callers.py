@@ -100,7 +100,11 @@ class TemporalAsyncCaller(AsyncCaller):
         return worker
 
     def _hand_over(self, worker: WorkerProcess, request: AsyncRequest) -> Ticket:
-        ticket = super()._hand_over(worker, request)
+        try:
+            ticket = super()._hand_over(worker, request)
+        except Exception:
+            worker.close()
+            raise
         ticket.when_done(worker.close)
         return ticket
 

@@ -164,14 +164,17 @@ class _Copier:
                 cls._queue = queue.SimpleQueue()
                 threading.Thread(target=cls._run, args=[cls._queue], daemon=True, name="nvrx-copier").start()
                 register_optimizer_step_pre_hook(lambda _optimizer, _args, _kwargs: ensure_snapshotted())
-            cls._pending = [each for each in cls._pending if not each.is_copied]
             cls._pending.append(snapshot)
             cls._queue.put(snapshot)
 
-    @staticmethod
-    def _run(snapshots: queue.SimpleQueue[Snapshot]) -> None:
+    @classmethod
+    def _run(cls, snapshots: queue.SimpleQueue[Snapshot]) -> None:
         while True:
-            snapshots.get().work()
+            snapshot = snapshots.get()
+            snapshot.work()
+            with cls._lock:
+                cls._pending.remove(snapshot)
+            del snapshot  # its arena may be given back before another one comes
 
     @classmethod
     def pending(cls) -> Iterable[Snapshot]:

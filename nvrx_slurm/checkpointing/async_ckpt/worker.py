@@ -103,16 +103,15 @@ class _Worker:
 
     def _read(self) -> None:
         """Take tasks until the trainer closes its side, or is gone while its children keep that open."""
-        with contextlib.suppress(EOFError), self._trainer_fd() as trainer:
-            while True:
-                ready, _, _ = select.select([self._socket, trainer], [], [])
-                if self._socket not in ready:
-                    break
-                task, fd = receive(self._socket, Task)
-                if fd is not None:
-                    self._arenas[task.arena] = (fd, mmap.mmap(fd, os.fstat(fd).st_size))
-                self._tasks.put(task)
-        self.end_soon()
+        try:
+            with contextlib.suppress(EOFError), self._trainer_fd() as trainer:
+                while self._socket in select.select([self._socket, trainer], [], [])[0]:
+                    task, fd = receive(self._socket, Task)
+                    if fd is not None:
+                        self._arenas[task.arena] = (fd, mmap.mmap(fd, os.fstat(fd).st_size))
+                    self._tasks.put(task)
+        finally:
+            self.end_soon()  # whatever it was: without a reader the trainer would wait in vain
 
     @contextlib.contextmanager
     def _trainer_fd(self) -> Any:

@@ -174,8 +174,15 @@ class WorkerProcess:
             current = handed.pool.keys()
             task = msgspec.structs.replace(task, dropped=tuple(self._known - current))
             self._known = (self._known | {handed.arena.key}) & current
-            with contextlib.suppress(OSError):  # it is dead: the reader sees that, too
+            try:
                 send(self._socket, task, handed.arena.fd if new else None)
+            except OSError:
+                pass  # it is dead: the reader sees that, too
+            except Exception as error:  # a path that is no UTF-8
+                with self._lock:
+                    self._handed.pop(task.number, None)
+                self._known.discard(handed.arena.key)
+                self._fail(handed, f"{type(error).__name__}: {error}")
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError):
