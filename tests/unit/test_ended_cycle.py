@@ -149,6 +149,27 @@ def test_a_rank_that_dies_by_a_signal_twice_costs_its_node_the_place(tmp_path: P
     assert run.cycle(1, SEGFAULT).exclude == ["n2"]
 
 
+FACTS = {
+    "lack of memory": (FaultKind.OOM, "mem.host_oom", []),
+    "a lost node": (FaultKind.NODE_LOST, "slurm.node_fail", ["n2"]),
+    "a hang without traces": (FaultKind.HANG, "job.hang", []),
+}
+
+
+@pytest.mark.parametrize("what", FACTS)
+def test_what_the_launcher_saw_outweighs_what_the_others_print_because_of_it(
+    tmp_path: Path, what: str
+) -> None:
+    kind, category, exclude = FACTS[what]
+    rank = None if kind is FaultKind.NODE_LOST else 1
+    fault = journal.FaultDetected(kind=kind, node="n2", rank=rank, signal="SIGKILL", detector="child")
+    found = Run(tmp_path).cycle(
+        0, fault, log="RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer", rank=0
+    )
+    assert (found.category, found.culprits[0].node) == (category, "n2")
+    assert found.exclude == exclude
+
+
 def test_no_control_character_of_a_log_reaches_the_journal(tmp_path: Path) -> None:
     found = Run(tmp_path).cycle(0, EXIT, log="ValueError: \x1b]0;title\x07 \x1b[31mred")
     assert found.excerpt.isprintable()
