@@ -119,7 +119,7 @@ def test_storage_that_hangs_holds_a_process_that_even_sigkill_does_not_end(
     healthy: DevCluster, config: Path
 ) -> None:
     assert check(healthy, "n2", config, ["paths", "space"]) == {"ok": {"paths node", "space node"}}
-    healthy.inject("n2", ["storage=hang"])
+    healthy.inject("n2", ["storage.hang"])
     touch = "stat /storage >/dev/null 2>&1 & echo $!"
     pid = inside(healthy, "n2", "sh", "-c", touch).strip()
 
@@ -143,11 +143,11 @@ def test_storage_that_hangs_holds_a_process_that_even_sigkill_does_not_end(
 def test_storage_whose_server_fails_gives_its_error(
     healthy: DevCluster, config: Path, mode: str, says: str
 ) -> None:
-    healthy.inject("n2", [f"storage={mode}"])
+    healthy.inject("n2", [f"storage.{mode}"])
     done = healthy.exec("n2", ["stat", "/storage"], capture_output=True, text=True, timeout=60)
     assert says in done.stderr
     assert check(healthy, "n2", config, ["paths"]) == {"fail": {"paths path /storage"}}
-    healthy.inject("n2", ["storage=ok"])
+    healthy.inject("n2", ["storage.ok"])
     assert check(healthy, "n2", config, ["paths"]) == {"ok": {"paths node"}}
 
 

@@ -25,7 +25,8 @@ class Fault:
     @property
     def storage(self) -> Storage | None:
         """What the node's storage is to do; None: the fault is one of files."""
-        return Storage(self.value) if self.target.path == "storage" else None
+        what, _, mode = self.target.path.partition(".")
+        return Storage(mode) if what == "storage" else None
 
     def apply(self, hardware: NodeHardware) -> None:
         """Change the files.
@@ -81,7 +82,6 @@ def _require(names: Names, shape: Shape, text: str) -> None:
 
 def target_table() -> str:
     """Return the table of ``docs/devcluster.md``."""
-    rows = [
-        f"| `{target.syntax}` | {target.does} | {target.seen_by} |".replace("|", "\\|") for target in TARGETS
-    ]
+    escaped = [(target, target.syntax.replace("|", "\\|")) for target in TARGETS]
+    rows = [f"| `{syntax}` | {target.does} | {target.seen_by} |" for target, syntax in escaped]
     return "\n".join(["| fault | what it does | seen by |", "|---|---|---|", *rows])

@@ -34,10 +34,10 @@ _NAME_PATTERNS = {
 _IB = "/sys/class/infiniband/{DEVICE}/ports/1"
 _LUSTRE = "/sys/fs/lustre/health_check"
 _NIC_STATES = {
-    "ACTIVE": ("4: ACTIVE", "5: LinkUp"),
-    "ARMED": ("3: ARMED", "5: LinkUp"),
-    "INIT": ("2: INIT", "5: LinkUp"),
     "DOWN": ("1: DOWN", "2: Polling"),
+    "INIT": ("2: INIT", "5: LinkUp"),
+    "ARMED": ("3: ARMED", "5: LinkUp"),
+    "ACTIVE": ("4: ACTIVE", "5: LinkUp"),
 }
 _KERNEL_LINES = {
     "oops": "BUG: unable to handle page fault for address: ffffffffc0a81234",
@@ -50,7 +50,7 @@ _KERNEL_LINES = {
 
 @dataclass(frozen=True)
 class Target:
-    """One row: something that can be changed."""
+    """One row: something that can be changed. Of several words for a state the last is the healthy one."""
 
     path: str
     """Capital words stand for names: ``gpu.N.lost``."""
@@ -195,12 +195,12 @@ TARGETS: Sequence[Target] = (
         "gpu.N.recovery_action",
         Words(
             {
-                "none": "",
                 "reset": "1",
                 "reboot": "2",
                 "drain_p2p": "3",
                 "drain_and_reset": "4",
                 "unknown": "99",
+                "none": "",
             }
         ),
         "gpu.{N}.recovery_action",
@@ -246,7 +246,7 @@ TARGETS: Sequence[Target] = (
     _nvml("gpu.N.mig", Words({"on": "1", "off": ""}), "gpu.{N}.mig", "multi-instance mode", "`gpu-mig`"),
     _action(
         "gpu.N.fabric",
-        Words({"completed": "", "not_started": "1", "in_progress": "2", "none": "0", "failed": "failed"}),
+        Words({"failed": "failed", "not_started": "1", "in_progress": "2", "none": "0", "completed": ""}),
         _fabric,
         "the GPU's registration with the NVSwitch fabric",
         "`gpu-fabric`",
@@ -317,25 +317,27 @@ TARGETS: Sequence[Target] = (
     _action("nic.DEVICE.gone", Nothing(), _nic_gone, "the adapter vanishes from sysfs", "`nic-present`"),
     _action(
         "lustre",
-        Words({"healthy": "healthy", "unhealthy": "NOT HEALTHY", "absent": ""}),
+        Words({"unhealthy": "NOT HEALTHY", "absent": "", "healthy": "healthy"}),
         _lustre,
         "what the Lustre client says of itself",
         "`lustre`",
     ),
     _file(
         "lustre.import",
-        _same({"FULL": "", "DISCONN": "", "EVICTED": ""}),
+        _same({"DISCONN": "", "EVICTED": "", "FULL": ""}),
         "/proc/fs/lustre/osc/scratch-OST0000-osc/import",
         "the Lustre client's connection to one target",
         "`lustre`",
         text="import:\n    state: {}",
     ),
-    _action(
-        "storage",
-        _same({mode.value: mode for mode in Storage}),
-        _nothing_in_files,
-        "every access to `/storage` on this node hangs in the kernel, or ends with ESTALE or EIO",
-        "`paths`, `space`",
+    *(
+        _action(f"storage.{mode.value}", Nothing(), _nothing_in_files, does, "`paths`, `space`")
+        for mode, does in (
+            (Storage.HANG, "every access to `/storage` on this node hangs in the kernel"),
+            (Storage.STALE, "every access to `/storage` on this node ends with ESTALE"),
+            (Storage.IO_ERROR, "every access to `/storage` on this node ends with EIO"),
+            (Storage.OK, "`/storage` works again"),
+        )
     ),
     *(
         _file(
