@@ -379,6 +379,17 @@ def too_little_room_is_said_before_anything_is_written(world: World) -> str:
     raise AssertionError("saved")
 
 
+def a_rank_that_can_not_look_is_an_error_on_all(world: World) -> str:
+    manager = world.manager("unseen")
+    if world.rank == 1:
+        manager.local_ckpt_dir.chmod(0o777)
+    try:
+        manager.find_latest()
+    except CheckpointingException as error:
+        return str(error)
+    raise AssertionError("looked")
+
+
 def irregular_cliques_hold_exactly_their_members_parts(world: World) -> list[str]:
     group = GroupWrapper.from_list_of_groups([[0, 2, 3], [1]], PATIENCE)
     strategy = CliqueReplicationStrategy(group, target_device="cpu")

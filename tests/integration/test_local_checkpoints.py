@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,10 @@ import pytest
 import torch.distributed as dist
 
 RANK = Path(__file__).with_name("local_checkpoint_rank.py")
+SAVER = Path(__file__).with_name("local_checkpoint_saver.py")
 WORLD = 4
-PATIENCE_S = 150
-pytestmark = pytest.mark.timeout(200)
+PATIENCE_S = 240
+pytestmark = pytest.mark.timeout(300)
 
 SCENARIOS = [
     "a_save_is_found_and_loaded_by_another_manager",
@@ -41,6 +45,7 @@ SCENARIOS = [
     "shards_of_fsdp2_come_back_as_shards",
     "a_ladder_takes_the_layer_with_the_newest_whole_checkpoint",
     "too_little_room_is_said_before_anything_is_written",
+    "a_rank_that_can_not_look_is_an_error_on_all",
     "irregular_cliques_hold_exactly_their_members_parts",
     "replicas_are_equal_to_what_was_given",
     "an_iteration_that_can_not_be_is_refused",
@@ -61,7 +66,7 @@ class Ranks:
             process.wait()
 
 
-def start(directory: Path, *arguments: str) -> Ranks:
+def start(program: Path, directory: Path, *arguments: str) -> Ranks:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launchers = ("NVRX_", "TORCHELASTIC_", "SLURM_", "MASTER_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
@@ -77,7 +82,7 @@ def start(directory: Path, *arguments: str) -> Ranks:
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, RANK, directory, *arguments],
+                [sys.executable, program, directory, *arguments],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -95,7 +100,7 @@ Results = dict[str, list[Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank returned, by scenario."""
     directory = tmp_path_factory.mktemp("ranks")
-    ranks = start(directory, *SCENARIOS)
+    ranks = start(RANK, directory, *SCENARIOS)
     try:
         outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in ranks.processes]
     finally:
@@ -161,6 +166,9 @@ def test_errors_of_one_rank_are_told_by_all(results: Results) -> None:
     for sparse, foreign in of(results, "what_can_not_be_saved_on_one_rank_is_an_error_on_all"):
         assert "rank 2: CheckpointingException: The tensor bad is torch.sparse_coo: make it dense" in sparse
         assert "rank 2: CheckpointingException: The state without its tensors can't be read back" in foreign
+    for unseen in of(results, "a_rank_that_can_not_look_is_an_error_on_all"):
+        assert "rank 1: CheckpointingException" in unseen
+        assert "no directory of uid" in unseen
     for lack in of(results, "too_little_room_is_said_before_anything_is_written"):
         assert "has 10000 bytes free, the save needs" in lack
 
@@ -197,3 +205,42 @@ def test_the_others_miss_a_rank_within_the_time_out_and_name_it(results: Results
     for each in others:
         assert "rank 3 did not take part within 2 s" in each["error"]
         assert each["after_s"] < 20
+
+
+@pytest.mark.timeout(600)
+def test_whoever_is_killed_while_saving_the_newest_save_that_ended_is_loaded(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    ended = -1
+    for wipe in (None, 0, None):
+        ranks = start(SAVER, tmp_path)
+        try:
+            victim = ranks.processes[chance.randrange(WORLD)]
+            loaded = said(victim, "loaded")
+            # All ranks had ended it, so it must be there; the one that was being saved may be.
+            assert ended <= loaded <= ended + 1, loaded
+            ended = loaded
+            for _ in range(chance.randrange(2, 6)):
+                ended = said(victim, "saved")
+            said(victim, "began")
+            time.sleep(chance.random() * 0.05)  # somewhere in a save
+            victim.kill()
+            outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in ranks.processes]
+        finally:
+            ranks.stop()
+        for process, output in zip(ranks.processes, outputs, strict=True):
+            assert process.returncode != 0
+            if process is not victim:
+                assert "ExchangeError" in output, output
+        if wipe is not None:
+            shutil.rmtree(tmp_path / f"node{wipe}")
+
+
+def said(process: subprocess.Popen[str], what: str) -> int:
+    """The number after ``what`` in a line of the process's output, the next one with that word."""
+    assert process.stdout is not None
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if line.startswith(f"{what} "):
+            return int(line.split()[1])
+    raise AssertionError(f"never said {what}: {before}")

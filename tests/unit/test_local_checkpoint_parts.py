@@ -226,14 +226,25 @@ ROOM = Room(host="n1", device=5, where="/scratch", free=1000, in_memory=False, m
 
 def test_what_the_ranks_of_a_node_need_together_must_fit() -> None:
     rooms = {0: ROOM, 1: ROOM, 2: replace(ROOM, host="n2")}
-    assert shortage(rooms, {0: 500, 1: 500, 2: 1000}) is None
-    lack = shortage(rooms, {0: 500, 1: 501, 2: 1000})
+    own = {0: 500, 1: 500, 2: 1000}
+    assert shortage(rooms, own, own) is None
+    lack = shortage(rooms, own, own | {1: 501})
     assert lack == "/scratch on n1 has 1000 bytes free, the save needs 1001 bytes"
 
 
 def test_memory_must_hold_what_is_saved_there() -> None:
     room = replace(ROOM, free=10**12, in_memory=True, memory=999)
-    assert shortage({0: room}, {0: 1000}) == "/scratch on n1 has 999 bytes free, the save needs 1000 bytes"
+    lack = shortage({0: room}, {0: 1000}, {0: 1000})
+    assert lack == "n1 has 999 bytes of memory free, the save needs 1000 bytes"
+
+
+def test_memory_must_hold_the_copies_from_others_until_they_are_written() -> None:
+    room = replace(ROOM, free=10**12, memory=999)
+    own, needed = {0: 1000, 1: 1000}, {0: 2000, 1: 2000}
+    lack = shortage({0: room, 1: room}, own, needed)
+    assert lack == "n1 has 999 bytes of memory free, the save needs 2000 bytes"
+    kept = replace(room, spare=600)
+    assert shortage({0: kept, 1: kept}, own, needed) is None
 
 
 def test_the_room_in_memory_is_that_of_the_narrowest_control_group(tmp_path: Path) -> None:

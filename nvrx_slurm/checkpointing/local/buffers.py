@@ -74,6 +74,12 @@ class BufferPool:
             self._free.clear()  # of another state than the one that is saved now
         return SharedBuffer(size)
 
+    @property
+    def spare(self) -> int:
+        """Bytes that can be taken without new memory."""
+        with self._lock:
+            return sum(each.size for each in self._free)
+
     def give(self, *buffers: Buffer) -> None:
         """Take back buffers that nobody reads any more."""
         with self._lock:

@@ -28,10 +28,15 @@ class Room:
     in_memory: bool
     memory: int
     """What processes of this host can still have."""
+    spare: int = 0
+    """What this rank has already for copies."""
 
 
-def look_at(directory: Path) -> Room:
+def look_at(directory: Path, spare: int = 0) -> Room:
     """
+    Args:
+        spare: memory that this rank has for copies.
+
     Raises:
         OSError: there is no such directory.
     """
@@ -43,6 +48,7 @@ def look_at(directory: Path) -> Room:
         free=found.f_bavail * found.f_frsize,
         in_memory=file_system_type(directory) in _MEMORY_TYPES,
         memory=available_memory(),
+        spare=spare,
     )
 
 
@@ -74,22 +80,28 @@ def file_system_type(directory: Path) -> str:
     return ""
 
 
-def shortage(rooms: Mapping[int, Room], needed: Mapping[int, int]) -> str | None:
-    """Say where a save does not fit.
+def shortage(rooms: Mapping[int, Room], own: Mapping[int, int], needed: Mapping[int, int]) -> str | None:
+    """Say where a save does not fit: on the file system, or in memory until it is there.
 
     Args:
         rooms: by rank.
-        needed: bytes that a rank writes. So much memory it needs, too, to hold its copies meanwhile.
+        own: bytes of a rank's own part, which it has copied already.
+        needed: bytes that a rank writes: its own part, and those that it gets from others.
     """
+    for host in sorted({room.host for room in rooms.values()}):
+        ranks = [rank for rank, room in rooms.items() if room.host == host]
+        copies = sum(needed[rank] - own[rank] - rooms[rank].spare for rank in ranks)
+        total = max(0, copies) + sum(needed[rank] for rank in ranks if rooms[rank].in_memory)
+        free = min(rooms[rank].memory for rank in ranks)
+        if total > free:
+            return f"{host} has {_text(free)} of memory free, the save needs {_text(total)}"
     ranks_at: dict[tuple[str, int], list[int]] = defaultdict(list)
     for rank, room in rooms.items():
         ranks_at[room.host, room.device].append(rank)
     for (host, _), ranks in sorted(ranks_at.items()):
         room = rooms[ranks[0]]
         total = sum(needed[rank] for rank in ranks)
-        free = min(each.free for each in (rooms[rank] for rank in ranks))
-        if room.in_memory:
-            free = min(free, min(rooms[rank].memory for rank in ranks))
+        free = min(rooms[rank].free for rank in ranks)
         if total > free:
             return f"{room.where} on {host} has {_text(free)} free, the save needs {_text(total)}"
     return None

@@ -138,6 +138,7 @@ class BaseCheckpointManager(ABC):
         the next save, or until ``latest_iteration`` is set to -1.
 
         Raises:
+            CheckpointingException: a rank can't look into its directory; on all ranks.
             ExchangeError: a rank did not take part in time.
         """
         if self.latest_iteration == -1:
@@ -203,10 +204,19 @@ class BaseCheckpointManager(ABC):
         return "; ".join([*reasons, *map(str, partial)])
 
     def _look(self) -> None:
-        held = self._held()
+        held, cause = [], None
+        try:
+            held = self._held()
+        except Exception as failed:  # whatever it is: the others wait to hear of it
+            cause = failed
         if self.repl_strategy is None:
             held = [part for part in held if part.id.rank == self.rank]
-        self._holdings = dict(enumerate(all_ranks(self._timeout).gather(held)))
+        everybody = all_ranks(self._timeout).gather((held, _text_of(cause) if cause else ""))
+        if errors := _errors([error for _, error in everybody]):
+            raise CheckpointingException(
+                f"Local checkpoints can't be looked for: {_reasons(errors)}."
+            ) from cause
+        self._holdings = {rank: parts for rank, (parts, _) in enumerate(everybody)}
         self.globally_available_ids = {
             rank: [part.id for part in parts] for rank, parts in self._holdings.items()
         }
@@ -288,7 +298,7 @@ class BaseCheckpointManager(ABC):
             sizes = {rank: each.size for rank, each in enumerate(everybody)}
             rooms = {rank: each.room for rank, each in enumerate(everybody) if each.room}
             needed = {rank: total_of(each.members, sizes) for rank, each in enumerate(everybody)}
-            if lack := shortage(rooms, needed):
+            if lack := shortage(rooms, sizes, needed):
                 errors = {-1: lack}
         if errors or staged is None:
             if staged:

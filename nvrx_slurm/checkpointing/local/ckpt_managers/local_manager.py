@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import stat
@@ -140,7 +141,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return partial(write_parts, [(part, self._local_ckpt_path_from_id(part.id)) for part in parts])
 
     def _room(self) -> Room:
-        return look_at(self.local_ckpt_dir)
+        return look_at(self.local_ckpt_dir, self._pool.spare)
 
     def _cleanup(self, iteration: int) -> None:
         for path in self._files():
@@ -190,13 +191,30 @@ def write_part(part: Part, path: Path) -> None:
         OSError: it can't be written.
     """
     remove_leftovers(path.parent)
-    if any(path.parent.glob(f".{path.name}.*")):
+    if any(map(_is_locked, path.parent.glob(f".{path.name}.*"))):
         raise SameMachineReplicationException(tuple(part.id))
     padded = part.buffer.memory
     with replacing(path) as pending, memoryview(padded) as view:
         whole = -(-part.size // 4096) * 4096
         chunks = (view[begin : min(begin + _CHUNK, whole)] for begin in range(0, whole, _CHUNK))
         pending.write_aligned(chunks, part.size)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds a lock on a file; where there are no locks nobody does (flock(2))."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # it is done by now
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def _header_of(path: Path) -> Header | None:
