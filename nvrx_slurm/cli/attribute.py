@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -46,6 +47,12 @@ _follow_option = click.option("--follow", is_flag=True, help="Read on as the log
 _bundle_option = click.option(
     "--bundle", type=_PATH, help="Write verdict and evidence, secrets redacted: NAME.tar.zst or NAME.tar.gz."
 )
+_checkpoints_option = click.option(
+    "--checkpoint-dir",
+    "checkpoints",
+    type=_PATH,
+    help="Where the job saves checkpoints: how far they have come, if nothing else tells.",
+)
 _explain_option = click.option(
     "--explain",
     "explain_config",
@@ -71,6 +78,7 @@ def main() -> None:
     "--slurm-log", "slurm", multiple=True, type=_PATH, help="What Slurm itself wrote, no program's output."
 )
 @click.option("--dumps", type=_PATH, help="Directory of Flight Recorder dumps of the same stall.")
+@_checkpoints_option
 @_rules_option
 @_policy_option
 @_json_option
@@ -82,6 +90,7 @@ def log_command(
     kernel: tuple[str, ...],
     slurm: tuple[Path, ...],
     dumps: Path | None,
+    checkpoints: Path | None,
     rules_file: Path | None,
     policy_file: Path | None,
     as_json: bool,
@@ -103,7 +112,7 @@ def log_command(
     for source in sources:
         _must_be_readable(source.path)
     rules, config = _load(rules_file, policy_file)
-    evidence = CycleEvidence(logs=tuple(sources), dumps=_directory(dumps))
+    evidence = _with_checkpoints(CycleEvidence(logs=tuple(sources), dumps=_directory(dumps)), checkpoints)
     result = (
         _follow(evidence, rules, config, quiet=as_json) if follow else _attribute(evidence, rules, config)
     )
@@ -143,6 +152,7 @@ def fr_command(directory: Path, world_size: int | None, as_json: bool) -> None:
 @click.option(
     "--record", is_flag=True, help="Keep the verdict in the job's history, for the next one to count."
 )
+@_checkpoints_option
 @_rules_option
 @_policy_option
 @_json_option
@@ -153,6 +163,7 @@ def job_command(
     run: str,
     cycle: int | None,
     record: bool,
+    checkpoints: Path | None,
     rules_file: Path | None,
     policy_file: Path | None,
     as_json: bool,
@@ -175,6 +186,7 @@ def job_command(
         raise _Refused(str(error)) from error
     except OSError as error:
         raise _Refused(f"{journal}: {error.strerror or error}") from error
+    evidence = _with_checkpoints(evidence, checkpoints)
     earlier = _or_refuse(lambda: earlier_attempts(journal.parent, records, evidence.cycle))
     if follow:
         result = _follow(evidence, rules, config, quiet=as_json, history=earlier)
@@ -398,6 +410,15 @@ def _must_be_readable(path: Path) -> None:
             pass
     except OSError as error:
         raise _Refused(f"{path}: {error.strerror or error}") from error
+
+
+def _with_checkpoints(evidence: CycleEvidence, directory: Path | None) -> CycleEvidence:
+    """Return the evidence with what a directory of checkpoints shows, if the journal does not tell."""
+    from nvrx_slurm.attribution.checkpoint_dir import newest_checkpoint
+
+    if directory is None or evidence.saved_step is not None:
+        return evidence
+    return dataclasses.replace(evidence, saved_step=_or_refuse(lambda: newest_checkpoint(directory)))
 
 
 def _directory(path: Path | None) -> Path | None:
