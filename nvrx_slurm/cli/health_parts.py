@@ -34,7 +34,7 @@ config_option = click.option(
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
-    help="The site's configuration.  [default: /etc/nvrx/health.yaml, if it is there]",
+    help="The site's configuration.  [default: that of the hooks that run this, /etc/nvrx/health.yaml]",
 )
 state_option = click.option(
     "--state-dir",

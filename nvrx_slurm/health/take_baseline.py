@@ -45,11 +45,18 @@ def take_baseline(node: Node) -> Baseline:
 def remember_baseline(node: Node) -> str:
     """Take and save it in a process of its own; return why that can't be done, empty if it is.
 
-    Not in this process, which may fork again: a driver's library must not be open then, and may hang.
+    One that knows of GPUs or ports is not replaced by one that does not: a driver that does not answer for a
+    moment must not make their loss the expected state. The process is another one because this one may fork
+    again: a driver's library must not be open then, and it may hang.
     """
 
     def take() -> bool:
-        take_baseline(node).save(node.state)
+        taken, before = take_baseline(node), node.baseline
+        if before is not None:
+            for what, known, now in (("GPUs", before.gpus, taken.gpus), ("ports", before.ports, taken.ports)):
+                if known and not now:
+                    raise UnavailableError(f"{what} cannot be read, and could when the last one was taken")
+        taken.save(node.state)
         return True
 
     return call_isolated({"baseline": take}, _BASELINE_S, bool)["baseline"].trouble

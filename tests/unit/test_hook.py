@@ -15,13 +15,15 @@ from nvrx_slurm.health.node import JobContext
 from nvrx_slurm.health.registry import Check, Need, Settings
 from nvrx_slurm.health.result import CheckResult, fail, ok
 from nvrx_slurm.health.stage import EVERY_STAGE, Stage
+from nvrx_slurm.health.take_baseline import remember_baseline
+from nvrx_slurm.health.unavailable import UnavailableError
 from nvrx_slurm.hooks import hook as hook_module
 from nvrx_slurm.hooks.cleanup import Leftovers, LeftProcess
 from nvrx_slurm.hooks.context import ContextError, HookContext
 from nvrx_slurm.hooks.hook import ExitCode, Hook
 from nvrx_slurm.slurm import SlurmRefusedError, SlurmUnavailableError
 from nvrx_slurm.slurm.administration import JobOnNode
-from nvrx_slurm.testing.health import fake_node
+from nvrx_slurm.testing.health import FakeNvml, fake_node
 from nvrx_slurm.testing.slurm import FakeNodeAdmin
 
 JOB = JobContext(job_id="12", uid=1001)
@@ -311,3 +313,20 @@ def test_a_job_that_has_not_run_accuses_nobody(stage: Stage) -> None:
 
 def test_an_accusation_of_another_node_is_none_of_this_one() -> None:
     assert context(ACCUSED, SLURMD_NODENAME="n2").accusation == ""
+
+
+# --- the baseline ------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_does_not_answer_for_a_moment_does_not_make_gpus_unexpected(tmp_path: Path) -> None:
+    assert remember_baseline(fake_node(tmp_path, FakeNvml(8))) == ""
+    mute = fake_node(tmp_path, UnavailableError("the driver does not answer", "nvmlInit"))
+    assert remember_baseline(mute) == "GPUs cannot be read, and could when the last one was taken"
+    baseline = fake_node(tmp_path).baseline
+    assert baseline is not None
+    assert len(baseline.gpus or ()) == 8
+
+
+def test_a_node_that_never_had_gpus_has_a_baseline_without(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert remember_baseline(fake_node(tmp_path)) == ""
