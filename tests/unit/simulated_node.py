@@ -8,8 +8,9 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from health_world import CHECKS
@@ -22,6 +23,7 @@ from nvrx_slurm.devcluster.hardware import (
     parse_fault,
 )
 from nvrx_slurm.health.config import HealthConfig
+from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.kernel_log import KernelLogFile
 from nvrx_slurm.health.node import JobContext, Node
 from nvrx_slurm.health.nvml import Nvml, RealNvml
@@ -32,6 +34,7 @@ from nvrx_slurm.health.state import StateDir
 from nvrx_slurm.health.take_baseline import take_baseline
 from nvrx_slurm.health.tree import Tree
 
+_T = TypeVar("_T")
 SMALL = Shape(gpus=2, links=3, nics=2)
 PATIENCE_S = 60.0
 
@@ -106,10 +109,8 @@ class SimulatedNode:
         in_child(work, bool)
 
 
-def in_child(work, kind):  # type: ignore[no-untyped-def]
+def in_child(work: Callable[[], _T], kind: type[_T]) -> _T:
     """Return what ``work`` returns in a process of its own."""
-    from nvrx_slurm.health.isolation import call_isolated
-
     answer = call_isolated({"work": work}, PATIENCE_S, kind)["work"]
-    assert answer.trouble == "", answer.trouble
+    assert answer.value is not None, answer.trouble
     return answer.value

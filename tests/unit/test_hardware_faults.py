@@ -62,6 +62,7 @@ def files(hardware: NodeHardware) -> dict[str, str]:
         ("gpu.1.row_remap=bad", "is no fault: accepted is gpu.N.row_remap=failed|pending|ok"),
         ("gpu.1.ecc_uncorrectable+=-1", "accepted is gpu.N.ecc_uncorrectable=COUNT or +=COUNT"),
         ("gpu.1.ecc_uncorrectable=٣", "accepted is gpu.N.ecc_uncorrectable=COUNT or +=COUNT"),
+        ("nvml.nvmlInitt=OK", "this node has no such call; it has nvmlInit, nvmlSystemGet"),
         ("nvml.nvmlInit=OOPS", "accepted is nvml.CALL=CODE|hang|ok"),
         ("nvml.nvmlInit=0", "accepted is nvml.CALL=CODE|hang|ok"),
         ("lustre", "'lustre' is no fault: accepted is lustre=unhealthy|absent|healthy"),
@@ -196,6 +197,11 @@ def test_what_the_compiler_says_is_in_the_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nvml_sim, "_SOURCE", tmp_path / "nowhere")
     with pytest.raises(DevClusterError, match=r"is not in .*nowhere: run from a clone"):
         build_library(tmp_path / "out")
+
+
+def test_the_calls_that_can_be_made_to_fail_are_those_of_the_simulator() -> None:
+    source = (nvml_sim._SOURCE / "nvml_sim.c").read_text()
+    assert set(re.findall(r'"(nvml[A-Za-z]+)"', source)) == set(nvml_sim.CALLS)
 
 
 def test_the_page_has_the_table_of_faults() -> None:

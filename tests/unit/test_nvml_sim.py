@@ -19,7 +19,7 @@ from nvrx_slurm.agent.gpus import GpuError
 from nvrx_slurm.agent.location import DomainError, NvmlFabric, find_domain
 from nvrx_slurm.agent.nvml import open_gpus
 from nvrx_slurm.devcluster.hardware import Shape
-from nvrx_slurm.devcluster.hardware.nvml_sim import parse_state, state_text
+from nvrx_slurm.devcluster.hardware.nvml_sim import CALLS, parse_state, state_text
 from nvrx_slurm.health.nvml import NvmlCode, NvmlError, RealNvml
 from nvrx_slurm.health.runner import run_one
 from nvrx_slurm.health.stage import Stage
@@ -27,30 +27,6 @@ from nvrx_slurm.health.unavailable import UnavailableError
 
 pytestmark = pytest.mark.timeout(120)
 OF_CHECKS = [name for name in CHECKS if name.startswith(("gpu-", "nvlink-", "nic-affinity"))]
-CALLS = [
-    "nvmlInit",
-    "nvmlSystemGetDriverVersion",
-    "nvmlDeviceGetCount",
-    "nvmlDeviceGetHandleByIndex",
-    "nvmlDeviceGetUUID",
-    "nvmlDeviceGetPciInfo",
-    "nvmlDeviceGetFieldValues",
-    "nvmlDeviceGetTotalEccErrors",
-    "nvmlDeviceGetRemappedRows",
-    "nvmlDeviceGetRetiredPagesPendingStatus",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
-    "nvmlDeviceGetCurrPcieLinkGeneration",
-    "nvmlDeviceGetMaxPcieLinkGeneration",
-    "nvmlDeviceGetCurrPcieLinkWidth",
-    "nvmlDeviceGetMaxPcieLinkWidth",
-    "nvmlDeviceGetUtilizationRates",
-    "nvmlDeviceGetComputeRunningProcesses",
-    "nvmlDeviceGetMemoryInfo",
-    "nvmlDeviceGetMigMode",
-    "nvmlDeviceGetGpuFabricInfo",
-    "nvmlDeviceGetNvLinkState",
-    "nvmlDeviceGetNvLinkErrorCounter",
-]
 CODES = [*NvmlCode, 31, 12345]
 READINGS = {
     ("gpu-lost", NvmlCode.GPU_IS_LOST),
@@ -104,7 +80,7 @@ def test_an_agent_takes_any_error_of_any_call_as_one(node: SimulatedNode, code: 
     def work() -> list[str]:
         load_simulator(node.hardware.nvml_state)
         said = []
-        for call in (*CALLS, "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetGpuFabricInfoV"):
+        for call in CALLS:
             node.inject(f"nvml.{call}={code}")
             try:
                 gpus = open_gpus(["0", "GPU-00000001"])

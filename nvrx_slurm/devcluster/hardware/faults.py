@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nvrx_slurm.devcluster.errors import DevClusterError
 from nvrx_slurm.devcluster.hardware.node_hardware import NodeHardware
+from nvrx_slurm.devcluster.hardware.nvml_sim import CALLS
 from nvrx_slurm.devcluster.hardware.shape import Shape
 from nvrx_slurm.devcluster.hardware.storage import Storage
 from nvrx_slurm.devcluster.hardware.targets import TARGETS, Names, Target
@@ -76,6 +77,8 @@ def _require(names: Names, shape: Shape, text: str) -> None:
             there = f"{what} 0 to {count - 1}" if count else f"no {what}"
         elif name == "DEVICE" and value not in shape.nic_names:
             there = f"mlx5_0 to {shape.nic_names[-1]}" if shape.nics else "no network adapter"
+        elif name == "CALL" and value not in CALLS:
+            there = f"no such call; it has {', '.join(CALLS)}"
         if there:
             raise DevClusterError(f"{_quoted(text)}: this node has {there}")
 

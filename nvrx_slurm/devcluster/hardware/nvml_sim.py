@@ -17,6 +17,33 @@ LIBRARY = "libnvidia-ml.so.1"
 _SOURCE = Path(nvrx_slurm.__file__).parents[1] / "csrc" / "nvml_sim"
 _FLAGS = ("-std=c11", "-D_DEFAULT_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 _LINK_FLAGS = ("-fvisibility=hidden", f"-Wl,-soname,{LIBRARY}", "-Wl,-z,defs")
+CALLS = (
+    "nvmlInit",
+    "nvmlSystemGetDriverVersion",
+    "nvmlDeviceGetCount",
+    "nvmlDeviceGetHandleByIndex",
+    "nvmlDeviceGetHandleByUUID",
+    "nvmlDeviceGetUUID",
+    "nvmlDeviceGetPciInfo",
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetRetiredPagesPendingStatus",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+    "nvmlDeviceGetCurrPcieLinkGeneration",
+    "nvmlDeviceGetMaxPcieLinkGeneration",
+    "nvmlDeviceGetCurrPcieLinkWidth",
+    "nvmlDeviceGetMaxPcieLinkWidth",
+    "nvmlDeviceGetUtilizationRates",
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetGpuFabricInfo",
+    "nvmlDeviceGetGpuFabricInfoV",
+    "nvmlDeviceGetNvLinkState",
+    "nvmlDeviceGetNvLinkErrorCounter",
+    "nvmlDeviceGetFieldValues",
+)
+"""What the simulator answers, without versions."""
 _FIRST, _LAST = "nvml-sim 1", "end"
 _PATIENCE_S = 120.0
 
