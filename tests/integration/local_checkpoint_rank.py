@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
@@ -47,7 +48,7 @@ class World:
     def __init__(self, directory: Path) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.directory = directory
-        self.cliques = CliqueReplicationStrategy.from_replication_params(2, 2, timeout=PATIENCE)
+        self.cliques = CliqueReplicationStrategy.from_replication_params(self.size // 2, 2, timeout=PATIENCE)
 
     @property
     def first_of_node(self) -> bool:
@@ -444,6 +445,40 @@ def a_rank_that_stays_away_is_named_in_time(world: World) -> dict[str, Any]:
     finally:
         (done.parent / f"absent-done{world.rank}").touch()
     raise AssertionError("nobody was missed")
+
+
+def sharded_state(value: float, **others: Any) -> BasicTensorAwareStateDict:
+    """A state that any number of ranks can share, but for ``others``."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(13 * 5, dtype=torch.float32).reshape(13, 5) + value
+    placements = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
+    shards = {name: distribute_tensor(whole, mesh, [each]) for name, each in placements.items()}
+    return BasicTensorAwareStateDict(shards | {"plain": torch.full((2,), value), "step": 3, **others})
+
+
+def four_ranks_save_for_two(world: World) -> None:
+    world.manager("resharded").save(sharded_state(7.0), 3)
+    world.manager("per-rank").save(sharded_state(7.0, own=world.rank), 3)
+    dist.barrier()
+
+
+def two_ranks_load_what_four_have_saved(world: World) -> list[str]:
+    manager = world.manager("resharded", node=world.rank)
+    assert manager.find_latest() == -1
+    state, iteration = manager.load_resharded(sharded_state(0.0))
+    assert iteration == 3
+    expected = sharded_state(7.0)
+    assert all(torch.equal(a, b) for a, b in zip(state.tensors, expected.tensors, strict=True))
+    assert state.state_dict["rows"].device_mesh.size() == 2
+    save(manager, world, 4)
+    check_loads(world.manager("resharded", node=world.rank), world, 4)
+    with pytest.raises(CheckpointingException) as whole:
+        world.manager("per-rank", node=world.rank).load()
+    with pytest.raises(CheckpointingException) as refused:
+        world.manager("per-rank", node=world.rank).load_resharded(sharded_state(0.0, own=0))
+    with pytest.raises(CheckpointingException) as other:
+        world.manager("per-rank", node=world.rank).load_resharded(sharded_state(0.0))
+    return [str(each.value) for each in (whole, refused, other)]
 
 
 def main() -> None:

@@ -49,8 +49,10 @@ SCENARIOS = [
     "irregular_cliques_hold_exactly_their_members_parts",
     "replicas_are_equal_to_what_was_given",
     "an_iteration_that_can_not_be_is_refused",
+    "four_ranks_save_for_two",
     "a_rank_that_stays_away_is_named_in_time",
 ]
+AFTERWARDS = ["two_ranks_load_what_four_have_saved"]
 
 
 @dataclass
@@ -66,16 +68,16 @@ class Ranks:
             process.wait()
 
 
-def start(program: Path, directory: Path, *arguments: str) -> Ranks:
+def start(program: Path, directory: Path, *arguments: str, world: int = WORLD) -> Ranks:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launchers = ("NVRX_", "TORCHELASTIC_", "SLURM_", "MASTER_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     processes = []
-    for rank in range(WORLD):
+    for rank in range(world):
         environ = clean | {
             "RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
-            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world // 2),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -100,7 +102,11 @@ Results = dict[str, list[Any]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each rank returned, by scenario."""
     directory = tmp_path_factory.mktemp("ranks")
-    ranks = start(RANK, directory, *SCENARIOS)
+    return launch(directory, SCENARIOS, WORLD) | launch(directory, AFTERWARDS, 2)
+
+
+def launch(directory: Path, scenarios: list[str], world: int) -> Results:
+    ranks = start(RANK, directory, *scenarios, world=world)
     try:
         outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in ranks.processes]
     finally:
@@ -113,9 +119,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
                 AssertionError(f"rank {rank}: {line['error']}\n{output}") if line["error"] else line["value"]
             )
             reported.setdefault(line["name"], []).append(value)
-    for name in SCENARIOS:
+    for name in scenarios:
         got = reported.setdefault(name, [])
-        got += [AssertionError(f"a rank did not get as far:\n{outputs}")] * (WORLD - len(got))
+        got += [AssertionError(f"a rank did not get as far:\n{outputs}")] * (world - len(got))
     return reported
 
 
@@ -191,6 +197,15 @@ def test_a_ladder_says_which_layer_it_took_and_why(results: Results) -> None:
             [6, "local", "the newest that is whole; shared has step 4"],
             [4, "shared", "the newest that is whole; local has none"],
         ]
+
+
+def test_another_number_of_ranks_loads_what_can_be_sharded_anew_and_says_what_can_not(
+    results: Results,
+) -> None:
+    for whole, refused, other in of(results, "two_ranks_load_what_four_have_saved"):
+        assert "find_latest" in whole
+        assert "own is not the same on all ranks that saved it, and no DTensor" in refused
+        assert "own was saved, and is not in what is to be loaded" in other
 
 
 def test_leftovers_are_removed(results: Results) -> None:

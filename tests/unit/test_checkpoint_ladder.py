@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncSaveError
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException
@@ -140,6 +142,49 @@ def test_training_goes_on_without_a_local_checkpoint_and_not_without_a_shared_on
     monkeypatch.setattr(run.shared, "_save", full)
     with pytest.raises(CheckpointingException, match="No space left"):
         run.train(12)
+
+
+@pytest.fixture
+def queue() -> Iterator[AsyncCallsQueue]:
+    queue = AsyncCallsQueue()
+    yield queue
+    queue.close(abort=True)
+
+
+def test_in_the_background_a_save_is_told_when_it_is_whole_and_a_failed_local_one_is_passed_over(
+    tmp_path: Path, queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    ladder = CheckpointLadder.of(
+        run.local, run.shared, local_every=2, shared_every=6, journal=run.told, queue=queue
+    )
+
+    def save(step: int) -> None:
+        ladder.save_if_due(step, lambda: state_of(step))
+
+    save(6)
+    assert run.told.events == []
+    ladder.finalize(blocking=True)
+    assert run.told.events == [("saved", 6, "local"), ("saved", 6, "shared")]
+    assert Run(tmp_path).resume()[0] == 6
+
+    # when a write of the local layer fails
+    save(8)
+    writing, run.local._writer = run.local._writer, lambda parts: fail
+    save(12)
+    run.local._writer = writing
+    ladder.finalize(blocking=True)
+    assert run.told.events[2:] == [("saved", 8, "local"), ("saved", 12, "shared")]
+    assert "training goes on without a local checkpoint: save 3 failed" in caplog.text
+
+    run.shared._writer = lambda parts: fail
+    save(18)
+    with pytest.raises(AsyncSaveError, match="No space left"):
+        ladder.finalize(blocking=True)
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_all_layers_are_saved_to_before_a_stop(run: Run) -> None:

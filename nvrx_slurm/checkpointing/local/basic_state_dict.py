@@ -57,7 +57,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             CheckpointingException: a tensor can't be saved: sparse, quantized, on the meta device, or of a
                 subclass other than DTensor; says which.
         """
-        self._tree = _map_leaves(state_dict, _checked, ())
+        self._tree = map_leaves(state_dict, _checked, ())
         self._devices: list[str] | None = None
 
     @property
@@ -123,14 +123,14 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
             raise CheckpointingException(f"{call} needs the tensors, which have been taken out.")
 
     def _map_tensors(self, change: Callable[[torch.Tensor], Any]) -> None:
-        self._tree = _map_leaves(
+        self._tree = map_leaves(
             self._tree, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, ()
         )
 
     def _map_placeholders(self, change: Callable[[TensorPlaceholder], torch.Tensor]) -> None:
         if any(isinstance(leaf, torch.Tensor) for leaf in _leaves(self._tree)):
             raise CheckpointingException("The tensors have not been taken out.")
-        self._tree = _map_leaves(
+        self._tree = map_leaves(
             self._tree, lambda leaf, _: change(leaf) if isinstance(leaf, TensorPlaceholder) else leaf, ()
         )
 
@@ -155,14 +155,14 @@ def _leaves(tree: Any) -> Iterator[Any]:
     return (leaf for _, leaf in leaves_by_path(tree))
 
 
-def _map_leaves(tree: Any, change: Callable[[Any, Path], Any], path: Path) -> Any:
+def map_leaves(tree: Any, change: Callable[[Any, Path], Any], path: Path) -> Any:
     """Return new containers with each leaf changed."""
     match tree:
         case Mapping():
-            items = ((key, _map_leaves(value, change, (*path, key))) for key, value in tree.items())
+            items = ((key, map_leaves(value, change, (*path, key))) for key, value in tree.items())
             return OrderedDict(items) if isinstance(tree, OrderedDict) else dict(items)
         case list() | tuple() if not isinstance(tree, torch.Size):
-            values = [_map_leaves(value, change, (*path, index)) for index, value in enumerate(tree)]
+            values = [map_leaves(value, change, (*path, index)) for index, value in enumerate(tree)]
             if isinstance(tree, list):
                 return values
             return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)

@@ -180,18 +180,23 @@ def verified(buffer: Buffer, source: Path | str) -> Part:
 
 def state_of(part: Part) -> TensorAwareStateDict:
     """Return the state in a part; its tensors are in host memory, views of the part's buffer."""
+    state, tensors = contents_of(part)
+    state.insert_tensors(tensors)
+    return state
+
+
+def contents_of(part: Part) -> tuple[TensorAwareStateDict, list[torch.Tensor]]:
+    """Return the hollow state in a part, and its tensors, views of the part's buffer."""
     header = _parse_header("a part", bytes(part.buffer.memory[:PAGE]))
     first = _first_tensor(header.hollow_bytes, header.tensors)
     state, places = _read_hollow(bytes(part.buffer.memory[PAGE : PAGE + header.hollow_bytes]))
     if not isinstance(state, TensorAwareStateDict):
         raise CheckpointingException(f"A part holds a {type(state).__name__} in place of a state dict.")
-    state.insert_tensors(
-        [
-            _view(part.buffer, first + place.offset, place.nbytes).view(place.dtype).reshape(place.shape)
-            for place in places
-        ]
-    )
-    return state
+    tensors = [
+        _view(part.buffer, first + place.offset, place.nbytes).view(place.dtype).reshape(place.shape)
+        for place in places
+    ]
+    return state, tensors
 
 
 def _lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[_Place], int]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from nvrx_slurm.checkpointing.local import completeness
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict, trust
+from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvrx_slurm.checkpointing.local.buffers import BufferPool
-from nvrx_slurm.checkpointing.local.ckpt_managers.retrieval import retrieve
+from nvrx_slurm.checkpointing.local.ckpt_managers.retrieval import reshard, retrieve
 from nvrx_slurm.checkpointing.local.completeness import Holdings, Save, saves_by_completeness
 from nvrx_slurm.checkpointing.local.errors import (
     CheckpointingException,
@@ -187,6 +188,26 @@ class BaseCheckpointManager(ABC):
         state = state_of(part)
         state.restore_tensor_device(non_blocking=False)
         return state, ckpt_id
+
+    def load_resharded(self, like: BasicTensorAwareStateDict) -> tuple[BasicTensorAwareStateDict, int]:
+        """Return this rank's state of the newest whole iteration, and that; however many ranks saved it.
+
+        Every rank goes through all parts, one at a time: for a change of the number of ranks, not for each
+        restart. Needs a replication strategy.
+
+        Args:
+            like: the same keys as were saved, with DTensors as they are sharded now. What is no DTensor must
+                be the same in all parts.
+
+        Raises:
+            CheckpointingException: there is none, or its parts don't fit; says what, on all ranks.
+            ExchangeError: a rank did not take part in time.
+        """
+        self._look()
+        save = completeness.find_latest(self._holdings, None)
+        if save is None:
+            self._refuse_to_load()
+        return reshard(self, save, like), save.iteration
 
     def _refuse_to_load(self) -> NoReturn:
         if why := self._why_none():

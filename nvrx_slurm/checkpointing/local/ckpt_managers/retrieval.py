@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvrx_slurm.checkpointing.local.completeness import Save, ids_of
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, NoReplicasAvailableError
 from nvrx_slurm.checkpointing.local.ids import CkptID
-from nvrx_slurm.checkpointing.local.part import Part
+from nvrx_slurm.checkpointing.local.part import Part, contents_of
 from nvrx_slurm.checkpointing.local.replication.exchange import all_ranks
 from nvrx_slurm.checkpointing.local.replication.plan import missing_text
+from nvrx_slurm.checkpointing.local.resharding import Assembly
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -30,7 +32,45 @@ def retrieve(manager: BaseCheckpointManager, save: Save, ckpt_id: CkptID) -> Par
     """
     if manager.repl_strategy is None:
         return _read_own(manager, save, ckpt_id)
-    return _fetch(manager, manager.repl_strategy, save, ckpt_id)
+    part, is_foreign = _fetch(manager, manager.repl_strategy, save, ckpt_id)
+    if is_foreign:
+        _keep(manager, part)
+    return part
+
+
+def reshard(
+    manager: BaseCheckpointManager, save: Save, like: BasicTensorAwareStateDict
+) -> BasicTensorAwareStateDict:
+    """Return this rank's state out of all parts of ``save``, one after the other. All ranks call this.
+
+    Raises:
+        NoReplicasAvailableError: no rank has a good copy of some part; on all ranks.
+        CheckpointingException: it can't be sharded anew; on all ranks.
+        ExchangeError: a rank did not take part in time.
+    """
+    if manager.repl_strategy is None:
+        raise CheckpointingException("Without a replication strategy a rank has its own part only.")
+    assembly, state, cause = Assembly(like), None, None
+    for owner in range(save.world_size):
+        part, _ = _fetch(manager, manager.repl_strategy, save, save.part(owner, manager.session_id))
+        try:
+            if cause is None:
+                assembly.add(*contents_of(part))
+        except CheckpointingException as failed:  # and go on: the others fetch the rest
+            cause = failed
+        manager._pool.give(part.buffer)
+    try:
+        state = assembly.result() if cause is None else None
+    except CheckpointingException as failed:
+        cause = failed
+    everybody = all_ranks(manager._timeout).gather(str(cause or ""))
+    if error := next(filter(None, everybody), None):
+        raise CheckpointingException(
+            f"Iteration {save.iteration} of {save.world_size} ranks can't be loaded by "
+            f"{manager.world_size}: {error}"
+        ) from cause
+    assert state is not None
+    return state
 
 
 def _read_own(manager: BaseCheckpointManager, save: Save, ckpt_id: CkptID) -> Part:
@@ -49,7 +89,8 @@ def _read_own(manager: BaseCheckpointManager, save: Save, ckpt_id: CkptID) -> Pa
 
 def _fetch(
     manager: BaseCheckpointManager, strategy: ReplicationStrategy, save: Save, ckpt_id: CkptID
-) -> Part:
+) -> tuple[Part, bool]:
+    """Return a part, and whether it comes from another rank."""
     available = ids_of(save, manager._holdings)
     while True:
         # Raises once the last good copy of a part is gone, so this ends: each round takes copies away.
@@ -67,10 +108,8 @@ def _fetch(
         arrived_bad = [(sender, id_) for id_, sender in retrieved.damaged.items()]
         if _take_away(manager, available, arrived_bad):
             continue
-        part = retrieved.parts[ckpt_id]
-        if any(e.receiver == manager.rank != e.sender for e in plan.entries):
-            _keep(manager, part)
-        return part
+        is_foreign = any(e.receiver == manager.rank != e.sender for e in plan.entries)
+        return retrieved.parts[ckpt_id], is_foreign
 
 
 def _take_away(
