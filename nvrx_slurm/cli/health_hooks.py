@@ -146,9 +146,12 @@ def nodes(as_json: bool, config_path: Path | None) -> None:
     show_default=True,
     help="What runs a command on another node; the node and the command are added.",
 )
+@click.option("--here", is_flag=True, help="This is NODE, whatever its host name.")
 @config_option
 @state_option
-def resume(name: str, repaired: bool, via: str, config_path: Path | None, state_dir: Path | None) -> int:
+def resume(
+    name: str, repaired: bool, via: str, here: bool, config_path: Path | None, state_dir: Path | None
+) -> int:
     """Look at NODE again, and return it to service if nothing fails. Only nodes that we have drained.
 
     The checks run on the node: as root there, or from anywhere through --via.
@@ -160,8 +163,8 @@ def resume(name: str, repaired: bool, via: str, config_path: Path | None, state_
     resumption = Resumption(name, _admin(config), node, checks, config, click.echo)
     try:
         resumption.require_ours()
-        if name != node.host:
-            command = [str(Path(sys.argv[0]).absolute()), "resume", name]
+        if name != node.host and not here:
+            command = [str(Path(sys.argv[0]).absolute()), "resume", name, "--here"]
             return elsewhere(via, name, [*command, *(["--repaired"] if repaired else [])])
         resumption.run(repaired=repaired)
     except RefusedError as error:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from health_world import CHECKS
 
+from nvrx_slurm.cli.health import main
 from nvrx_slurm.health.baseline import Baseline
 from nvrx_slurm.health.config import HealthConfig
 from nvrx_slurm.health.registry import Check, Need, Settings
@@ -230,3 +232,21 @@ def test_on_another_node_the_same_is_run_there(tmp_path: Path) -> None:
 
 def test_the_checks_of_this_package_include_all_that_are_looked_at_deeper() -> None:
     assert all(name in CHECKS for name in HealthConfig().hooks.deep_checks)
+
+
+def test_a_node_whose_host_name_is_another_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, too, the command would hold the node for another one, and ask it again, for ever."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text(f"NodeName=n2 State=IDLE+DRAIN Partitions=batch Reason={OURS} [root@1]\n")
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    for name, body in (("scontrol", f"cat {nodes}"), ("via", f"printf '%s ' \"$@\" > {tmp_path}/seen")):
+        (bin_dir / name).write_text(f"#!/bin/sh\n{body}\n")
+        (bin_dir / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_dir}:/usr/bin:/bin")
+    monkeypatch.setattr("sys.argv", ["/opt/nvrx/bin/nvrx-health"])
+    done = CliRunner().invoke(main, ["resume", "n2", "--via", str(bin_dir / "via")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "seen").read_text() == "n2 /opt/nvrx/bin/nvrx-health resume n2 --here "
