@@ -75,6 +75,7 @@ class AttributionService:
         self._tell = tell
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._announcing: set[asyncio.Task[None]] = set()
+        self._asked_to_end = False
 
     def take(self, record: Record) -> None:
         """Take what has happened."""
@@ -83,6 +84,8 @@ class AttributionService:
                 task = asyncio.create_task(self._announce(record.cycle))
                 self._announcing.add(task)
                 task.add_done_callback(self._announcing.discard)
+            case journal.StopRequested():
+                self._asked_to_end = True
             case journal.Verdict(kind=kind) if kind is not None and record.cycle not in self._asking:
                 while len(self._asking) >= _MOST:
                     self._asking.pop(min(self._asking)).cancel()
@@ -91,8 +94,8 @@ class AttributionService:
                 pass
 
     async def finish(self, failed: bool) -> None:
-        """Ask no more; wait a little for what it has been asked if the job has ``failed``."""
-        if self._asking and failed:
+        """Ask no more; wait a little for what it has been asked if the job has ``failed`` by itself."""
+        if self._asking and failed and not self._asked_to_end:
             await asyncio.wait(self._asking.values(), timeout=_LAST_S)
         await cancel_all([*self._asking.values(), *self._announcing])
 

@@ -68,6 +68,7 @@ class Attributor:
         self._without_traces: dict[int, set[str]] = {}
         """Nodes of a cycle that hung whose traces have not been written."""
         self._traces_written = asyncio.Event()
+        self._asked_to_end = False
 
     def take(self, record: Record) -> None:
         """Take what has happened: what ends a cycle by a fault has it attributed."""
@@ -76,6 +77,8 @@ class Attributor:
                 self._nodes = tuple(nodes)
             case journal.FaultDetected(kind=FaultKind.HANG):
                 self._without_traces.setdefault(record.cycle, set(self._nodes))
+            case journal.StopRequested():
+                self._asked_to_end = True
             case journal.TracesKept(node=node):
                 self._note_traces(record.cycle, node)
             case journal.NodeLost(node=node):
@@ -92,8 +95,11 @@ class Attributor:
         self._traces_written.set()
 
     async def finish(self, failed: bool) -> None:
-        """End what is being attributed; wait a little for it first if the job has ``failed``."""
-        if self._running and failed:
+        """End what is being attributed; wait a little for it first if the job has ``failed``.
+
+        But not if somebody has asked the job to end: Slurm soon kills what has not ended then.
+        """
+        if self._running and failed and not self._asked_to_end:
             await asyncio.wait(self._running, timeout=_LAST_S)
         await cancel_all([*self._running])
 

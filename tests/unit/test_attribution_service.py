@@ -153,6 +153,15 @@ def test_the_end_of_the_job_does_not_wait_for_it_for_long(monkeypatch: pytest.Mo
     assert told == []
 
 
+def test_the_end_of_a_job_that_was_asked_to_end_does_not_wait_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attribution_service, "_LAST_S", 1000.0)
+    told: Told = []
+    asked = journal.StopRequested(signal="SIGTERM")
+    with serving(says(status="pending")) as server:
+        converse(server.url, told, lambda service: take(service, 0, FAILED, asked))
+    assert told == []
+
+
 def test_of_many_failed_cycles_the_newest_are_asked_about() -> None:
     told: Told = []
 
