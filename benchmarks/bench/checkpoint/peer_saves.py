@@ -5,6 +5,7 @@ on a machine whose GPU has nothing to do; its files are untouched.
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 torch.cuda.synchronize = lambda *_arguments: None
 torch.cuda.current_device = lambda: torch.device("cpu")
@@ -21,6 +23,7 @@ def main() -> None:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
     folder, persistent, tensors, tensor_bytes, runs = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it asks for its rank
     generator = torch.Generator().manual_seed(1)
     state = {f"w{i}": torch.rand(tensor_bytes // 4, generator=generator) for i in range(tensors)}
     checkpoint = TorchAsyncCheckpoint(persistent_queue=bool(persistent))
@@ -36,7 +39,9 @@ def main() -> None:
         times.append((returned - began, time.perf_counter() - began))
     shutil.rmtree(folder)
     print(json.dumps(times), flush=True)
-    os._exit(0)  # its worker would be waited for
+    for child in multiprocessing.active_children():
+        child.kill()  # its worker would outlive us
+    os._exit(0)
 
 
 if __name__ == "__main__":
