@@ -62,10 +62,17 @@ def main() -> None:
 
         config = AgentConfig(coordinator, token, fence, node, private_dir, environ)
         try:
-            return asyncio.run(Agent(config).run())
+            code = asyncio.run(Agent(config).run())
+            forget_memory(code)
+            return code
         finally:
             # The guardian does it too; whichever of the two outlives the other.
             shutil.rmtree(private_dir, ignore_errors=True)
+
+    def forget_memory(code: int) -> None:
+        """Remove the checkpoints in memory, unless another agent of the job is to follow on this node."""
+        if code != EXIT_COORDINATOR_SILENT and ram_dir:
+            remove_places([ram_dir])
 
     from nvrx_slurm.agent.exit_codes import EXIT_COORDINATOR_SILENT
     from nvrx_slurm.agent.guardian import run_guarded
@@ -73,8 +80,7 @@ def main() -> None:
 
     with held:
         code = run_guarded(agent, private_dir)
-    if code != EXIT_COORDINATOR_SILENT and ram_dir:
-        remove_places([ram_dir])
+    forget_memory(code)
     if code == EXIT_COORDINATOR_SILENT and os.environ.get("NVRX_RUN_DIR"):
         os.environ.update(
             {rpc.COORDINATOR_VARIABLE: coordinator, rpc.TOKEN_VARIABLE: token, rpc.FENCE_VARIABLE: fence}
