@@ -160,6 +160,9 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     prefix = tmp_path_factory.mktemp("site") / "nvrx"
     install = [NVRX_HEALTH, "install-hooks", "--prefix", str(prefix)]
     done = subprocess.run(install, capture_output=True, text=True, check=True, timeout=60)
+    # HealthCheckProgram runs as soon as a slurmd is up, and the nodes share the host's /var/lib.
+    config = prefix / "health.yaml"
+    config.write_text(f"state_dir: /run/nvrx-node/health\n{config.read_text()}")
     # Joined with what the cluster's slurm.conf has there, as the command says.
     lines = [
         line.replace("SchedulerParameters=", f"SchedulerParameters={_SCHEDULE},")
