@@ -85,12 +85,15 @@ def conclude(
     now = time.time() if now is None else now
     choice = choose([*scans, _facts(evidence, rules)])
     family = choice.primary.family if choice.primary else UNKNOWN
-    culprits = find_culprits(choice, flight, evidence)
+    # Of a process that the kernel has stopped nobody needs to conclude from traces that it did not go on;
+    # they may well show how far the others got without it.
+    telling = None if any(fault.stopped for fault in evidence.faults) else flight
+    culprits = find_culprits(choice, telling, evidence)
     progress = _progress(evidence, scans, config)
-    attempt = _attempt(evidence, choice, flight, progress, [c.node for c in culprits if c.node], now)
+    attempt = _attempt(evidence, choice, telling, progress, [c.node for c in culprits if c.node], now)
     counts = count(history, attempt)
-    scope = _scope(family, flight, choice)
-    family = _bounded_if_desync(dataclasses.replace(family, scope=scope), flight, choice)
+    scope = _scope(family, telling, choice)
+    family = _bounded_if_desync(dataclasses.replace(family, scope=scope), telling, choice)
     excluded = excluded_nodes(culprits, counts.implicated, config.implications)
     decision = decide(_case(family, counts, evidence, progress, excluded, choice), config)
     return Attribution(
@@ -105,7 +108,7 @@ def conclude(
         fingerprint=attempt.fingerprint,
         entity=attempt.entity,
         coverage=_coverage(evidence, scans, flight, missing),
-        confidence=_confidence(choice, flight, len(missing)),
+        confidence=_confidence(choice, telling, len(missing)),
         explanation=_explain(choice, culprits[0].reasons if culprits else (), decision)[:MAX_EXPLANATION],
         decision=decision,
         counts=counts,

@@ -40,6 +40,8 @@ class ProcessFault:
     signal: str | None = None
     oom: bool = False
     hung: bool = False
+    stopped: bool = False
+    """The kernel held the rank's process for stopped when it was found hung."""
     node_lost: bool = False
     """The whole node is gone."""
     detail: str = ""

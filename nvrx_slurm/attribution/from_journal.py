@@ -16,6 +16,7 @@ from nvrx_slurm.journal import (
     FaultDetected,
     FaultKind,
     FirstStep,
+    HangEvidence,
     JobStarted,
     NodeLost,
     Progress,
@@ -26,6 +27,8 @@ from nvrx_slurm.journal import (
 )
 
 _ENDING = ("SIGTERM", "SIGINT", "SIGHUP")
+_STOPPED = ("T", "t")
+"""proc(5): by a signal, by a tracer."""
 DUMPS = "flight_recorder"
 """Folder of a cycle's Flight Recorder dumps, in the cycle's own."""
 
@@ -142,6 +145,8 @@ def _ended_by_slurm(records: Sequence[Record]) -> SchedulerState | None:
 def _faults(records: Sequence[Record]) -> tuple[ProcessFault, ...]:
     """Return the faults before the job was asked to stop, if it was."""
     found = []
+    hangs = [record.event for record in records if isinstance(record.event, HangEvidence)]
+    stopped = {hang.rank for hang in hangs if hang.process_state in _STOPPED}
     for record in records:
         if isinstance(record.event, StopRequested):
             break
@@ -156,6 +161,7 @@ def _faults(records: Sequence[Record]) -> tuple[ProcessFault, ...]:
                     signal=event.signal,
                     oom=event.kind is FaultKind.OOM,
                     hung=event.kind is FaultKind.HANG,
+                    stopped=event.kind is FaultKind.HANG and event.rank in stopped,
                     node_lost=event.kind is FaultKind.NODE_LOST,
                     detail=event.detail[:200],
                 )

@@ -143,6 +143,28 @@ def test_a_rank_that_traces_show_twice_costs_its_node_the_place(tmp_path: Path) 
         assert found.exclude == ([] if number == 0 else ["n2"])
 
 
+@pytest.mark.parametrize(("state", "rank"), [("T", 0), ("t", 0), ("S", 5), ("R", 5)])
+def test_of_a_process_that_the_kernel_has_stopped_traces_show_only_who_waits_for_it(
+    tmp_path: Path, state: str, rank: int
+) -> None:
+    folder = tmp_path / "cycles" / "0" / "flight_recorder"
+    folder.mkdir(parents=True)
+    World(tensor_and_data_parallel(8, 4, 6), host_stops={5: 9}).write(folder)
+    stopped = journal.HangEvidence(
+        node="n1",
+        rank=0,
+        pid=1,
+        heartbeats=3,
+        silent_s=5.0,
+        sections={},
+        process_state=state,
+        seconds=0.1,
+        file="",
+    )
+    found = Run(tmp_path, ranks=8).cycle(0, HANG, stopped)
+    assert (found.culprits[0].rank, found.culprits[0].by_traces) == (rank, rank == 5)
+
+
 def test_a_rank_that_dies_by_a_signal_twice_costs_its_node_the_place(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.cycle(0, SEGFAULT).exclude == []
