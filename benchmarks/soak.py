@@ -132,7 +132,7 @@ def _one(number: int, strike: Strike, job: SoakJob, found: Findings) -> None:
         lambda: job.trains and (job.losses() or [(0, 0.0)])[-1][0] >= strike.step,
         _STEPS_S,
     )
-    cycle = job.records[-1].cycle
+    cycle = job.cycle
     moment = job.strike(strike.kind, strike.rank)
     if strike.again_after_s is not None:
         time.sleep(strike.again_after_s)
@@ -141,7 +141,7 @@ def _one(number: int, strike: Strike, job: SoakJob, found: Findings) -> None:
             job.strike(Kind.RANK_SIGKILL, (strike.rank + 1) % WORLD)
 
     def recovered() -> bool:
-        return job.trains and job.records[-1].cycle > cycle
+        return job.trains and job.cycle > cycle
 
     job.wait(f"training after {strike.kind.value} of rank {strike.rank}", recovered, _RECOVERY_S)
     first_step = [r for r in job.records if isinstance(r.event, FirstStep)][-1]

@@ -41,6 +41,7 @@ _MAX_TEXT = 400
 def main() -> None:
     """Attribute cycle ``sys.argv[3]`` of the run directory ``sys.argv[2]``; ``sys.argv[4]`` is the parent."""
     linux.die_with_parent(signal.SIGKILL, int(sys.argv[4]))
+    linux.set_process_name("nvrx-attribute")
     os.nice(19)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = MEMORY if hard == resource.RLIM_INFINITY else min(hard, MEMORY)

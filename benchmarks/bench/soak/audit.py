@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nvrx_slurm.journal import (
+    CycleAttributed,
     CycleStarted,
     FaultDetected,
     FirstStep,
@@ -25,7 +26,7 @@ from nvrx_slurm.journal import (
 
 _ORDER = (CycleStarted, RankReady, FirstStep, FaultDetected, WorkersStopped, Verdict)
 """Of one cycle; any may be missing, faults may be several and come at any time after the start."""
-_EVIDENCE = (HangEvidence, TracesKept, GpuMemoryLeft)
+_EVIDENCE = (HangEvidence, TracesKept, GpuMemoryLeft, CycleAttributed)
 """Told of a cycle when it is there; no restart waits for it."""
 _GROWTH_SHARE = 4
 """The first and the last of so many parts of the run are compared."""

@@ -32,7 +32,11 @@ _POLL_S = 0.1
 _MARK = "NVRX_SOAK_JOB"
 _OWN = ("nvrx-srun", "nvrx-agent", "nvrx-guardian", "nvrx-warm", "nvrx-health")
 _SLURMS = ("salloc", "srun")
-_STORE = "nvrx_slurm.coordinator.store_process"
+_MODULES = {
+    "nvrx_slurm.coordinator.store_process": "store",
+    "nvrx_slurm.attribution.ended_cycle": "attribution",
+}
+"""Processes that are told by what they run, from their first moment on."""
 _WORKER_OPTIONS = (
     *("--ckpt-every", "5", "--backend", "gloo"),
     *("--layers", "1", "--heads", "2", "--width", "32", "--batch", "2", "--block", "16"),
@@ -130,6 +134,11 @@ class SoakJob:
         lines = self.place.log.read_text(errors="replace").splitlines()[-3:]
         return " / ".join(line.strip() for line in lines)
 
+    @property
+    def cycle(self) -> int:
+        """The newest one; what is found out of an earlier one may come after its beginning."""
+        return max(r.cycle for r in self.records if isinstance(r.event, CycleStarted))
+
     def node_of(self, rank: int) -> str:
         """Return the node of ``rank`` in the newest cycle."""
         started = next(r.event for r in reversed(self.records) if isinstance(r.event, CycleStarted))
@@ -146,7 +155,8 @@ class SoakJob:
                 name = self._role(process)
                 if name.startswith("nvrx-rank"):
                     ranks += 1
-                elif name in _SLURMS:
+                elif name in (*_SLURMS, "attribution"):
+                    # It comes and goes with each cycle that has ended.
                     continue
                 elif name in (*_OWN, "store"):
                     descriptors.setdefault(name, process.num_fds())
@@ -164,7 +174,8 @@ class SoakJob:
 
     @staticmethod
     def _role(process: psutil.Process) -> str:
-        return "store" if _STORE in process.cmdline() else process.name()
+        words = process.cmdline()
+        return next((role for module, role in _MODULES.items() if module in words), process.name())
 
     def left(self) -> list[str]:
         """Return the names of what still runs."""
