@@ -389,7 +389,7 @@ class TestNvrxTest:
             assert any(line.startswith(name) and line.endswith(" s") for line in output.splitlines())
         assert "nvrx-test: all passed" in output.splitlines()[-1]
         assert machine.calls("python -m pytest") == [
-            "python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -k recovery"
+            "python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -k recovery"
         ]
 
     def test_runs_all_checks_and_names_those_that_failed(self, machine: Machine) -> None:
