@@ -57,14 +57,19 @@ def ram_dir_for_checkpoints(environ: Mapping[str, str], node: str) -> Path | Non
     Returns:
         None: there is no place for it, or somebody else has taken the name.
     """
-    name = f"nvrx-{os.geteuid()}-{environ.get('SLURM_JOB_ID', 'local')}-ram-{zlib.crc32(node.encode()):08x}"
+    place = ram_dir_path(environ, node)
     try:
-        place = Path("/dev/shm", name)
         place.mkdir(mode=0o700, exist_ok=True)
         _hold(place)
         return place if _is_private(place) else None
     except OSError:
         return None
+
+
+def ram_dir_path(environ: Mapping[str, str], node: str) -> Path:
+    """Return the place of that directory, which may not be there."""
+    name = f"nvrx-{os.geteuid()}-{environ.get('SLURM_JOB_ID', 'local')}-ram-{zlib.crc32(node.encode()):08x}"
+    return Path("/dev/shm", name)
 
 
 def staging_place(private_dir: Path, environ: Mapping[str, str]) -> Path | None:

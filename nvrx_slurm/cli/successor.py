@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from nvrx_slurm import linux
+from nvrx_slurm.agent.guardian import ASKED_TO_GO
+from nvrx_slurm.agent.private_places import ram_dir_path, remove_places
 from nvrx_slurm.coordinator.handover import HandoverError, load_handover
 from nvrx_slurm.coordinator.lease import Fence
 from nvrx_slurm.coordinator.lease_watch import Join, Leave
@@ -31,6 +34,8 @@ def main() -> None:
     except HandoverError as error:
         _leave(node, str(error))
     slurm = ScontrolClient()
+    for sig in ASKED_TO_GO:
+        signal.signal(sig, lambda *_: _leave(node, "asked to go"))
     match Successor(run_dir, handover, node, Fence.parse(os.environ[rpc.FENCE_VARIABLE]), slurm).run():
         case Leave(why=why):
             _leave(node, why)
@@ -39,12 +44,16 @@ def main() -> None:
         case Won() as won if not handover.standby:
             from nvrx_slurm.coordinator.takeover import requeue_job
 
-            sys.exit(0 if requeue_job(won, node, run_dir, handover, slurm) else _EXIT_LEFT)
+            requeued = requeue_job(won, node, run_dir, handover, slurm)
+            _forget_memory(node)
+            sys.exit(0 if requeued else _EXIT_LEFT)
         case Won() as won:
             from nvrx_slurm.coordinator.job import run_job
             from nvrx_slurm.coordinator.takeover import continue_output, specification
 
             linux.set_process_name("nvrx-srun")
+            for sig in ASKED_TO_GO:
+                signal.signal(sig, signal.SIG_DFL)
             token = os.environ.pop(rpc.TOKEN_VARIABLE)
             continue_output(handover, run_dir)
             spec = specification(won, node, token, run_dir, handover, slurm, os.environ)
@@ -57,7 +66,13 @@ def _become_agent(address: str, fence: str) -> NoReturn:
     os.execv(agent, [agent])
 
 
+def _forget_memory(node: str) -> None:
+    """Remove the checkpoints in memory: no agent of the job follows on this node."""
+    remove_places([ram_dir_path(os.environ, node)])
+
+
 def _leave(node: str, why: str) -> NoReturn:
+    _forget_memory(node)
     print(f"nvrx-agent {node}: {why}", file=sys.stderr, flush=True)
     # At once: a thread may hang in a file system that does not answer.
     os._exit(_EXIT_LEFT)

@@ -136,6 +136,7 @@ class SlurmJobs:
         self._environ = {**os.environ, **cluster.environment()}
         self._job_ids: list[str] = []
         self._baseline = {node: self._commands(node) for node in cluster.node_names}
+        self._files_before = {node: self._files(node) for node in cluster.node_names}
 
     def run(self, *argv: str) -> str:
         done = subprocess.run(
@@ -174,13 +175,17 @@ class SlurmJobs:
             timeout_s,
         )
         for node in nodes:
-            leftovers = self.cluster.exec(
-                node,
-                ["sh", "-c", "ls -d /dev/shm/nvrx-* /tmp/nvrx-* 2>/dev/null"],
-                capture_output=True,
-                text=True,
-            ).stdout
-            assert leftovers == "", f"{node} still has {leftovers}"
+            left = self._files(node) - self._files_before[node]
+            assert left == set(), f"{node} still has {left}"
+
+    def _files(self, node: str) -> set[str]:
+        listed = self.cluster.exec(
+            node,
+            ["sh", "-c", "ls -d /dev/shm/nvrx-* /tmp/nvrx-* 2>/dev/null"],
+            capture_output=True,
+            text=True,
+        )
+        return set(listed.stdout.split())
 
     def _commands(self, node: str) -> set[str]:
         listed = self.cluster.exec(
