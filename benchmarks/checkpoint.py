@@ -56,7 +56,7 @@ def contenders() -> dict[str, Callable[[], AbstractContextManager[Save]]]:
     return {
         OURS: lambda: savers.ours(SnapshotMode.OVERLAPPED),
         "ours, strict": lambda: savers.ours(SnapshotMode.STRICT),
-        "ours, step at once": savers.ours_copied_at_once,
+        "ours, step at once": lambda: savers.ours(SnapshotMode.OVERLAPPED, step_at_once=True),
         "floor: memcpy": savers.memcpy_floor,
         "floor: write": savers.write_floor,
         "torch.save": savers.torch_save,

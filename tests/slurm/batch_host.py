@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from .jobs import TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
+from .jobs import SlurmJob, wait_until
 
 TAKEOVER_S = 150.0
 """8.5 s until the agents are sure, 30 s of lease, a new Coordinator, ranks that import torch; patience."""
-
-
-def train(
-    slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int, name: str = "job"
-) -> SlurmJob:
-    return slurm.submit(
-        "--nproc-per-node=2",
-        f"--spares={spares}",
-        *options,
-        str(TRAIN_GPT),
-        f"--steps={steps}",
-        *("--layers", "2", "--width", "64", "--ckpt-every", "10"),
-        nodes=nodes,
-        name=name,
-    )
 
 
 def batch_host(job: SlurmJob) -> str:

@@ -164,6 +164,30 @@ class SlurmJobs:
         self._job_ids.append(job_id)
         return SlurmJob(self, job_id, self.directory / "nvrx" / job_id, output)
 
+    def train(
+        self,
+        steps: int,
+        *options: str,
+        nodes: int,
+        spares: int,
+        name: str = "job",
+        sbatch: tuple[str, ...] = (),
+        program: tuple[str, ...] = (),
+    ) -> SlurmJob:
+        """Submit the example with a small model and two ranks per node, unless ``options`` say otherwise."""
+        return self.submit(
+            "--nproc-per-node=2",
+            f"--spares={spares}",
+            *options,
+            str(TRAIN_GPT),
+            f"--steps={steps}",
+            *("--layers", "2", "--width", "64", "--ckpt-every", "10"),
+            *program,
+            nodes=nodes,
+            name=name,
+            sbatch=sbatch,
+        )
+
     def left_on(self, node: str) -> set[str]:
         """Command lines that run on ``node`` now and did not before the test."""
         return self._commands(node) - self._baseline[node]

@@ -11,11 +11,9 @@ import pytest
 
 from nvrx_slurm.journal import CycleStarted, HealthChecked, NodeExcluded, Requeued
 
-from .jobs import CLONE, TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
+from .jobs import CLONE, SlurmJob, SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
-
-_SMALL_MODEL = ("--layers", "2", "--width", "64", "--ckpt-every", "10")
 
 
 class Site:
@@ -49,15 +47,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def _train(slurm: SlurmJobs, site: Site, steps: int, *, nodes: int, spares: int) -> SlurmJob:
-    return slurm.submit(
-        "--nproc-per-node=2",
-        f"--spares={spares}",
-        f"--health-config={site.config}",
-        str(TRAIN_GPT),
-        f"--steps={steps}",
-        *_SMALL_MODEL,
-        nodes=nodes,
-    )
+    return slurm.train(steps, f"--health-config={site.config}", nodes=nodes, spares=spares)
 
 
 def _says(job: SlurmJob, node: str) -> list[str]:

@@ -22,36 +22,11 @@ from nvrx_slurm.journal import (
     Verdict,
 )
 
-from .jobs import CLONE, TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
+from .jobs import CLONE, SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
 _STEPS = 160
-_SMALL_MODEL = ("--layers", "2", "--width", "64", "--ckpt-every", "10")
-
-
-def _train(
-    slurm: SlurmJobs,
-    steps: int,
-    *options: str,
-    nodes: int,
-    spares: int,
-    name: str = "job",
-    sbatch: tuple[str, ...] = (),
-    program: tuple[str, ...] = (),
-) -> SlurmJob:
-    return slurm.submit(
-        "--nproc-per-node=2",
-        f"--spares={spares}",
-        *options,
-        str(TRAIN_GPT),
-        f"--steps={steps}",
-        *_SMALL_MODEL,
-        *program,
-        nodes=nodes,
-        name=name,
-        sbatch=sbatch,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +34,7 @@ def undisturbed(five_node_cluster: DevCluster, tmp_path_factory: pytest.TempPath
     """The losses of a run that nothing disturbs."""
     jobs = SlurmJobs(five_node_cluster, tmp_path_factory.mktemp("undisturbed"))
     try:
-        job = _train(jobs, _STEPS, nodes=4, spares=0, name="undisturbed")
+        job = jobs.train(_STEPS, nodes=4, spares=0, name="undisturbed")
         assert job.wait_for_end(120) == 0, job.log()
         expected = job.curve()
     finally:
@@ -72,7 +47,7 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
     slurm: SlurmJobs, undisturbed: dict[int, float]
 ) -> None:
     # when rank 3 is killed, rank 5 hangs, and the node at group rank 1 loses power
-    job = _train(slurm, _STEPS, "--heartbeat-timeout=5s", nodes=5, spares=1, name="disturbed")
+    job = slurm.train(_STEPS, "--heartbeat-timeout=5s", nodes=5, spares=1, name="disturbed")
     job.wait_for_training(cycle=0)
     killed_on = job.signal_rank(3, signal.SIGKILL)
     job.wait_for_training(cycle=1)
@@ -118,7 +93,7 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
 
 
 def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, "--rejoin-timeout=5s", nodes=4, spares=0, sbatch=("--no-requeue",))
+    job = slurm.train(2000, "--rejoin-timeout=5s", nodes=4, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
     slurm.cluster.kill_node(lost)
@@ -133,7 +108,7 @@ def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: Sl
 
 def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes(slurm: SlurmJobs) -> None:
     # given four nodes that train, a fifth that is free, and a node that the user has excluded already
-    job = _train(slurm, 200, "--rejoin-timeout=5s", nodes=3, spares=0, sbatch=("--exclude=n5",))
+    job = slurm.train(200, "--rejoin-timeout=5s", nodes=3, spares=0, sbatch=("--exclude=n5",))
     job.wait_for_training(cycle=0, steps=15)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
 
@@ -151,7 +126,7 @@ def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes
 
 
 def test_a_partitioned_node_is_replaced_and_kills_its_own_ranks(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 150, nodes=5, spares=1)
+    job = slurm.train(150, nodes=5, spares=1)
     job.wait_for_training(cycle=0)
     cut_off = job.active_nodes()[1]
     assert slurm.left_on(cut_off)
@@ -169,7 +144,7 @@ def test_a_partitioned_node_is_replaced_and_kills_its_own_ranks(slurm: SlurmJobs
 
 
 def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=5, spares=1)
+    job = slurm.train(2000, nodes=5, spares=1)
     job.wait_for_training(cycle=0)
     slurm.run("scancel", job.job_id)
     job.wait_for_end(40)
@@ -180,7 +155,7 @@ def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
 
 
 def test_w20_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=5, spares=1)
+    job = slurm.train(2000, nodes=5, spares=1)
     job.wait_for_training(cycle=0)
     host = job.slurm_fields()["BatchHost"]
     slurm.cluster.exec(host, ["pkill", "-KILL", "-f", "bin/nvrx-srun"], check=True)
@@ -191,7 +166,7 @@ def test_w20_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> Non
 
 @pytest.mark.parametrize("process", ["nvrx-agent", "nvrx-guardian", "nvrx-warm"])
 def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, process: str) -> None:
-    job = _train(slurm, 120, "--rejoin-timeout=0", nodes=5, spares=1)
+    job = slurm.train(120, "--rejoin-timeout=0", nodes=5, spares=1)
     job.wait_for_training(cycle=0)
     node = job.active_nodes()[2]
     slurm.cluster.exec(node, ["pkill", "-KILL", "-x", process], check=True)
@@ -204,7 +179,7 @@ def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, proc
 
 
 def test_a_signal_before_the_time_limit_saves_and_ends_with_75(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=4, spares=0, sbatch=("--no-requeue",))
+    job = slurm.train(2000, nodes=4, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     slurm.run("scancel", "--batch", "--signal=USR2", job.job_id)
     assert job.wait_for_end(40) == 75, job.log()
@@ -216,7 +191,7 @@ def test_a_signal_before_the_time_limit_saves_and_ends_with_75(slurm: SlurmJobs)
 
 def test_before_its_time_limit_a_job_without_a_signal_saves_is_requeued_and_goes_on(slurm: SlurmJobs) -> None:
     # given a job of one minute that needs hours, and that Slurm was not asked to signal
-    job = _train(slurm, 10**6, "--time-limit-margin=20s", nodes=2, spares=0, sbatch=("--time=1",))
+    job = slurm.train(10**6, "--time-limit-margin=20s", nodes=2, spares=0, sbatch=("--time=1",))
     # when its time is nearly over
     asked = job.wait_for(StopRequested, 0, 90)
     # then it saves, and Slurm starts it again, where it goes on from there
@@ -233,7 +208,7 @@ def test_after_a_lost_node_training_resumes_from_the_copies_in_the_memory_of_oth
     slurm: SlurmJobs, undisturbed: dict[int, float]
 ) -> None:
     # given checkpoints in the nodes' memory, and none on shared disk before step 50
-    job = _train(slurm, _STEPS, nodes=5, spares=1, program=("--ckpt=ladder",))
+    job = slurm.train(_STEPS, nodes=5, spares=1, program=("--ckpt=ladder",))
     job.wait_for_training(cycle=0, steps=25)
 
     # when a node is lost with all that is in its memory

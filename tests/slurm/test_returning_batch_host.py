@@ -7,14 +7,14 @@ import pytest
 from nvrx_slurm.coordinator.lease import LeaseFile
 from nvrx_slurm.journal import CycleStarted, FirstStep, JobEnded, Requeued, Verdict
 
-from .batch_host import TAKEOVER_S, batch_host, train, wait_for_state
+from .batch_host import TAKEOVER_S, batch_host, wait_for_state
 from .jobs import SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
 def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothing(slurm: SlurmJobs) -> None:
-    job = train(slurm, 400, "--standby-coordinator", nodes=5, spares=1)
+    job = slurm.train(400, "--standby-coordinator", nodes=5, spares=1)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     slurm.cluster.exec(host, ["pkill", "-STOP", "-f", "bin/nvrx-srun"], check=True)
@@ -34,7 +34,7 @@ def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothin
 
 
 def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(slurm: SlurmJobs) -> None:
-    job = train(slurm, 400, "--standby-coordinator", nodes=5, spares=1)
+    job = slurm.train(400, "--standby-coordinator", nodes=5, spares=1)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     slurm.cluster.partition_node(host)

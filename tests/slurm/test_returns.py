@@ -6,21 +6,14 @@ import pytest
 
 from nvrx_slurm.journal import CycleStarted, FirstStep, NodeGivenUp, NodeJoined, NodeLost, Verdict
 
-from .jobs import TRAIN_GPT, SlurmJob, SlurmJobs, wait_until
+from .jobs import SlurmJob, SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
 def _train(slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int) -> SlurmJob:
-    return slurm.submit(
-        "--nproc-per-node=auto",
-        f"--spares={spares}",
-        *options,
-        str(TRAIN_GPT),
-        *(f"--steps={steps}", "--layers=2", "--width=64", "--ckpt-every=10"),
-        nodes=nodes,
-        sbatch=("--gpus-per-node=2",),
-    )
+    gpus = ("--gpus-per-node=2",)
+    return slurm.train(steps, "--nproc-per-node=auto", *options, nodes=nodes, spares=spares, sbatch=gpus)
 
 
 def _wait_for_return(job: SlurmJob, node: str, timeout_s: float = 90.0) -> None:

@@ -43,29 +43,15 @@ def make_state(mebibytes: int) -> State:
 
 
 @contextmanager
-def ours(mode: SnapshotMode) -> Iterator[Save]:
+def ours(mode: SnapshotMode, *, step_at_once: bool = False) -> Iterator[Save]:
+    """``step_at_once``: an optimizer wants to step then, which is the longest that its guard can take."""
     checkpoint = TorchAsyncCheckpoint(snapshot_mode=mode)
 
     def save(state: State, path: Path) -> Times:
         began = time.perf_counter()
         checkpoint.async_save(state, path / "ours.pt")
-        returned = time.perf_counter()
-        checkpoint.finalize_async_save(blocking=True)
-        return Times(returned - began, time.perf_counter() - began)
-
-    yield save
-    checkpoint.close()
-
-
-@contextmanager
-def ours_copied_at_once() -> Iterator[Save]:
-    """Overlapped, with an optimizer that wants to step at once: the longest that its guard can take."""
-    checkpoint = TorchAsyncCheckpoint()
-
-    def save(state: State, path: Path) -> Times:
-        began = time.perf_counter()
-        checkpoint.async_save(state, path / "guarded.pt")
-        ensure_snapshotted()
+        if step_at_once:
+            ensure_snapshotted()
         returned = time.perf_counter()
         checkpoint.finalize_async_save(blocking=True)
         return Times(returned - began, time.perf_counter() - began)
