@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from nvrx_slurm.whole_file import replace_file
 from nvrx_slurm.wire.flight_recorder import short_address
 
 BUFFER_ENTRIES = 2000
@@ -131,15 +131,5 @@ def write_trace(folder: Path, trace: Trace, node: str, job: str, cycle: int) -> 
         "format": "torch Flight Recorder, JSON",
     }
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(folder / f"rank_{trace.rank}.manifest.json", msgspec.json.encode(manifest))
-    _write(folder / f"rank_{trace.rank}", trace.data)
-
-
-def _write(path: Path, data: bytes) -> None:
-    new = path.with_name(f".{path.name}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    replace_file(folder / f"rank_{trace.rank}.manifest.json", msgspec.json.encode(manifest))
+    replace_file(folder / f"rank_{trace.rank}", trace.data)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from nvrx_slurm.attribution import redact
 from nvrx_slurm.attribution.logs.finding import Finding
 from nvrx_slurm.attribution.render import render
 from nvrx_slurm.attribution.verdict import Attribution
+from nvrx_slurm.whole_file import replacing
 
 _AROUND = 30
 _TAIL = 200
@@ -56,19 +55,13 @@ def write_bundle(result: Attribution, path: Path) -> Written:
     if name.endswith(_ZSTD) and not _have_zstandard():
         path = path.with_name(name.removesuffix(_ZSTD) + _GZIP)
         note = "gzip instead: zstandard is not installed, pip install 'nvrx-slurm[bundle]'"
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            with _compressed(file, path) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
-                for member, text in _members(result):
-                    _add(archive, member, text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with (
+        replacing(path) as file,
+        _compressed(file, path) as stream,
+        tarfile.open(fileobj=stream, mode="w|") as archive,
+    ):
+        for member, text in _members(result):
+            _add(archive, member, text)
     return Written(path, note)
 
 

@@ -27,6 +27,7 @@ from nvrx_slurm.attribution.logs.rules import RulesError, load_rules
 from nvrx_slurm.attribution.policy import Action, PolicyConfig, PolicyError, load_policy
 from nvrx_slurm.attribution.verdict import Attribution
 from nvrx_slurm.journal import CycleAttributed, Implicated, JournalError, read_journal
+from nvrx_slurm.whole_file import replace_file
 
 RULES_VARIABLE = "NVRX_ATTRIBUTION_RULES"
 POLICY_VARIABLE = "NVRX_ATTRIBUTION_POLICY"
@@ -133,10 +134,4 @@ def _plain(text: str) -> str:
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    replace_file(path, data)

@@ -6,12 +6,10 @@ a whole; ``cycle_info.<job>.current`` leads to the newest. Added here: why the c
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 from nvrx_slurm import journal
 from nvrx_slurm.journal import Record
 from nvrx_slurm.slurm import compress_hostlist
+from nvrx_slurm.whole_file import replace_file, replace_link
 
 
 @dataclass(frozen=True)
@@ -143,16 +142,6 @@ def write_cycle_info(directory: Path, info: CycleInfo) -> None:
         OSError
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = directory / f".{info.file_name}.{os.getpid()}"
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(info.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(directory / info.file_name)
-        if info.generation == "0":
-            draft.symlink_to(info.file_name)
-            draft.rename(current_path(directory, info.job_id))
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
+    replace_file(directory / info.file_name, info.to_json().encode())
+    if info.generation == "0":
+        replace_link(Path(current_path(directory, info.job_id)), Path(info.file_name))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from nvrx_slurm.coordinator.files import replace_file
+from nvrx_slurm.whole_file import replace_file
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts, to_state, with_state
 
 _VERSION = 1

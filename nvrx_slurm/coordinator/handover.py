@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from nvrx_slurm import journal
-from nvrx_slurm.coordinator.files import replace_file
 from nvrx_slurm.coordinator.ft_state import adopt
 from nvrx_slurm.coordinator.policy import Policy
 from nvrx_slurm.journal import Record, VerdictAction
+from nvrx_slurm.whole_file import replace_file
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from nvrx_slurm.coordinator.files import replace_file, temporary_file
+from nvrx_slurm.whole_file import replace_file, temporary_file
 
 RENEW_S = 10.0
 """How often a Coordinator renews its lease."""

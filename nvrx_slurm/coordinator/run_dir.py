@@ -9,8 +9,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvrx_slurm.coordinator.files import temporary_file
 from nvrx_slurm.coordinator.lease import Fence, LeaseError, LeaseFile
+from nvrx_slurm.whole_file import temporary_file
 
 
 class RunDirError(RuntimeError):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from nvrx_slurm.health.unavailable import UnavailableError
+from nvrx_slurm.whole_file import replace_file
 
 _T = TypeVar("_T")
 _MOST_BYTES = 4 << 20
@@ -47,17 +46,8 @@ class StateDir:
         """
         if self.path is None:
             raise UnavailableError("there is no state directory", "--state-dir")
-        temporary = ""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=self.path)
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.encode(value))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / f"{name}.json")
+            replace_file(self.path / f"{name}.json", msgspec.json.encode(value))
         except OSError as error:
-            if temporary:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
             raise UnavailableError(f"cannot be written: {error.strerror}", str(self.path)) from error

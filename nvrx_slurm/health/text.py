@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nvrx_slurm.health.report import HealthReport
 from nvrx_slurm.health.result import NODE, CheckResult, Status
+from nvrx_slurm.whole_file import replace_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -114,14 +112,5 @@ def write_prometheus(report: HealthReport, path: Path) -> None:
     Raises:
         OSError: it can't be written.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(prometheus(report))
-        # The exporter is another user.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    # The exporter is another user.
+    replace_file(path, prometheus(report).encode(), mode=0o644)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
 from nvrx_slurm.health.config import why_untrusted
+from nvrx_slurm.whole_file import replace_file, replace_link
 
 SCRIPT = "50-nvrx-health"
 HOOK_DIRS = ("prolog.d", "epilog.d", "periodic.d")
@@ -148,26 +148,13 @@ def _link(link: Path, command: Path, *, dry_run: bool) -> list[str]:
         raise InstallError(f"{link}: is there, and is not ours: take it away first")
     if not dry_run:
         link.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        temporary = link.with_name(f".{link.name}.{os.getpid()}")
-        temporary.symlink_to(command)
-        temporary.replace(link)
+        replace_link(link, command)
     return [f"link {link} to {command}"]
 
 
 def _write(path: Path, text: str, mode: int) -> None:
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    replace_file(path, text.encode(), mode=mode)
 
 
 def _warnings(command: Path) -> list[str]:
