@@ -20,6 +20,16 @@ def command_for(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-u", "-c", _RUN, module, *arguments]
 
 
+def runs(pid: int, module: str) -> bool:
+    """Whether the process was started with :func:`command_for` this module (proc(5)); False: it is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            arguments = file.read().split(b"\0")
+    except OSError:
+        return False
+    return arguments[2:5] == [b"-c", _RUN.encode(), module.encode()]
+
+
 def console_script(name: str) -> str:
     """Return the path of a command of this package's own installation."""
     return str(Path(sys.prefix) / "bin" / name)

@@ -8,7 +8,7 @@ import errno
 import os
 import platform
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -104,11 +104,17 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def descendants_of(pid: int) -> Iterator[int]:
-    """Yield every process below ``pid``, parents before children."""
+def descendants_of(pid: int, without: Callable[[int], bool] | None = None) -> Iterator[int]:
+    """Yield every process below ``pid``, parents before children.
+
+    Args:
+        without: tells which processes are left out, with all that is below them.
+    """
     pending = children_of(pid)
     while pending:
         child = pending.pop()
+        if without is not None and without(child):
+            continue
         yield child
         pending += children_of(child)
 

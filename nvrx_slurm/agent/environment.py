@@ -10,6 +10,7 @@ import msgspec
 
 from nvrx_slurm.agent.error_file import error_path
 from nvrx_slurm.agent.flight_recorder import recorder_environment
+from nvrx_slurm.wire import checkpoint_writer
 from nvrx_slurm.wire.messages import StartWorkers, Welcome
 from nvrx_slurm.wire.page import PAGE_VARIABLE
 from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE
@@ -60,6 +61,7 @@ def server_environment(environ: Mapping[str, str], welcome: Welcome, slots: int)
         # The Coordinator hosts the store; rank 0 must not try to.
         TORCHELASTIC_USE_AGENT_STORE="True",
         NVRX_RUN_DIR=welcome.run_dir,
+        **{checkpoint_writer.GRACE_VARIABLE: f"{welcome.node.checkpoint_write_timeout_s:g}"},
         **({"NVRX_CURRENT_CYCLE_INFO": welcome.cycle_info} if welcome.cycle_info else {}),
     )
     return env

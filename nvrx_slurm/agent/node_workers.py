@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -35,6 +36,8 @@ from nvrx_slurm.agent.server_protocol import NumaBinding, RankSpec, StartOrder
 from nvrx_slurm.agent.workers import WorkerServerProcess
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
+
+_log = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 5.0
 _KILL_TIMEOUT_S = 5.0
@@ -239,7 +242,7 @@ class NodeWorkers:
             while cycle.alive and (left := cycle.stop_deadline - time.monotonic()) > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._all_exited.wait(), left)
-            self._server.kill_everything()
+            self._server.kill_everything(self._welcome.node.checkpoint_write_timeout_s)
             await self._cleared.wait()
         # Else the server that had the ranks is gone, and everything below it: the new one need not be asked.
         gpus_left = await self._gpus.reclaim(cycle.monitors.pids)
@@ -313,6 +316,12 @@ class NodeWorkers:
             case server_protocol.Exited() if cycle is not None and reply.rank in cycle.alive:
                 self._rank_exited(cycle, reply.rank, reply.exit)
             case server_protocol.Cleared():
+                if reply.writers_killed:
+                    _log.warning(
+                        "killed what still wrote checkpoints after %g s: %d process(es)",
+                        self._welcome.node.checkpoint_write_timeout_s,
+                        reply.writers_killed,
+                    )
                 self._cleared.set()
             case _:
                 pass

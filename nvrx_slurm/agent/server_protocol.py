@@ -69,6 +69,10 @@ class SignalRanks(Packet, frozen=True):
 class KillEverything(Packet, frozen=True):
     """SIGKILL ranks, their children and orphans; answered by :class:`Cleared` when nothing is left."""
 
+    writers_s: float = 0.0
+    """Only so long later the processes that write checkpoints, with what is below them: those that have
+    nothing to write end by themselves when their rank does."""
+
 
 Request = StartRanks | SignalRanks | KillEverything
 
@@ -90,7 +94,8 @@ class Exited(Packet, frozen=True):
 
 
 class Cleared(Packet, frozen=True):
-    pass
+    writers_killed: int = 0
+    """Processes that were still writing checkpoints when their time was over."""
 
 
 Reply = Started | StartError | Exited | Cleared

@@ -19,13 +19,15 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from nvrx_slurm import linux
+from nvrx_slurm import interpreter, linux
 from nvrx_slurm.agent import server_protocol as protocol
 from nvrx_slurm.agent.become_rank import become_rank
 from nvrx_slurm.agent.preload import preload, why_not_forkable
+from nvrx_slurm.wire import checkpoint_writer
 from nvrx_slurm.wire.messages import ProgramKind
 
 _MAX_FDS = 253  # SCM_MAX_FD, linux/include/net/scm.h
@@ -42,6 +44,9 @@ class WorkerServer:
         self._whole_groups = False
         """The program is not Python: a shell, for instance, that waits for what it has started."""
         self._clearing = False
+        self._writers_until = 0.0
+        """While clearing: when the processes that write checkpoints are killed, too (monotonic)."""
+        self._writers_killed: set[int] = set()
         self._wakeup_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> Callable[[], None]:
@@ -53,7 +58,9 @@ class WorkerServer:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
-            readable, _, _ = select.select([self._channel.fileno(), wakeup], [], [])
+            readable, _, _ = select.select([self._channel.fileno(), wakeup], [], [], self._patience_s())
+            if not readable:
+                self._kill_some()
             if wakeup in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wakeup, 4096)
@@ -100,8 +107,15 @@ class WorkerServer:
                         self._signal(pid, signal.Signals(request.signal))
             case protocol.KillEverything():
                 self._clearing = True
+                self._writers_until = time.monotonic() + request.writers_s
+                self._writers_killed.clear()
                 self._kill_some()
         return None
+
+    def _patience_s(self) -> float | None:
+        """How long nothing may happen: until the writers' time is over, if they are what is left."""
+        left = self._writers_until - time.monotonic()
+        return left if self._clearing and left > 0 else None
 
     def _signal(self, pid: int, sig: signal.Signals) -> None:
         """Signal a rank: of a Python program the main process alone when it is asked to stop.
@@ -185,16 +199,31 @@ class WorkerServer:
             self._kill_some()
 
     def _kill_some(self) -> None:
-        """Kill what is there; the next SIGCHLD comes back here until nothing is."""
-        alive = [
-            pid for pid in linux.descendants_of(os.getpid()) if linux.process_state(pid) not in ("", "Z")
-        ]
+        """Kill what is there; the next SIGCHLD comes back here until nothing is.
+
+        A writer outlives its rank by ``writers_s`` at most, and is gone before anything of the next cycle
+        starts: it is spared here, and :class:`Cleared` waits for it.
+        """
+        in_time = time.monotonic() < self._writers_until
+        writers: set[int] = set()
+
+        def is_writer(pid: int) -> bool:
+            found = interpreter.runs(pid, checkpoint_writer.MODULE)
+            if found:
+                writers.add(pid)
+            return found
+
+        below = linux.descendants_of(os.getpid(), without=is_writer if in_time else None)
+        alive = [pid for pid in below if linux.process_state(pid) not in ("", "Z")]
+        if not in_time:
+            self._writers_killed.update(filter(is_writer, alive))
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not alive and not self._ranks:
+        left = alive or [pid for pid in writers if linux.process_state(pid) not in ("", "Z")]
+        if not left and not self._ranks:
             self._clearing = False
-            self._reply(protocol.Cleared())
+            self._reply(protocol.Cleared(writers_killed=len(self._writers_killed)))
 
 
 def _signal_group(pid: int, sig: int) -> None:

@@ -79,8 +79,9 @@ class WorkerServerProcess:
         """Signal ``ranks``, by default all; who gets it: see :class:`protocol.SignalRanks`."""
         self._send(protocol.SignalRanks(signal=sig, ranks=None if ranks is None else list(ranks)))
 
-    def kill_everything(self) -> None:
-        self._send(protocol.KillEverything())
+    def kill_everything(self, writers_s: float) -> None:
+        """Kill all below the server; what writes checkpoints only after ``writers_s``, if it has not ended"""
+        self._send(protocol.KillEverything(writers_s=writers_s))
 
     def close(self) -> None:
         """Let the server go: it kills everything below it, then exits."""

@@ -24,6 +24,7 @@ _KEYS = {
     "calc_timeouts": "calc_ft_timeouts",
     "gpu_memory_reclaim_timeout": "gpu_memory_reclaim_timeout",
     "gpu_memory_tolerance_mb": "gpu_memory_tolerance_mb",
+    "checkpoint_write_timeout": "checkpoint_write_timeout",
     "numa_bind": "numa_bind",
     "numa_bind_strict": "numa_bind_strict",
     "install_exception_hook": "install_exception_hook",
@@ -127,6 +128,12 @@ _OPTIONS = [
         "--ft-gpu-memory-tolerance-mb",
         type=float,
         help="A GPU of which no more MiB are used is free.  [default: 512]",
+    ),
+    click.option(
+        "--checkpoint-write-timeout",
+        metavar="DURATION|0",
+        help="How long at most a restart waits for checkpoints whose copy in memory is complete and that are "
+        "being written; 0: it does not.  [default: 10s]",
     ),
     click.option(
         "--numa-bind",

@@ -23,7 +23,7 @@ _SECTIONS = {
     ),
     "Stopping": (
         "workers_stop_timeout term_timeout shutdown_timeout signals_to_handle time_limit_margin "
-        "install_exception_hook gpu_memory_reclaim_timeout gpu_memory_tolerance_mb"
+        "install_exception_hook gpu_memory_reclaim_timeout gpu_memory_tolerance_mb checkpoint_write_timeout"
     ),
     "Health": "health health_config",
     "Attribution": "ft_attribution ft_attribution_stop_action ft_attribution_endpoint",

@@ -252,7 +252,7 @@ def _policy(options: Options, allocation: Allocation, program: msg.Program, dire
         past=past_of_job(directory.journal, job.job_id, job.restart_count, argv),
         host=allocation.host,
         has_iteration_file=fault_tolerance.checkpoint_iteration_file is not None,
-        stop_timeout_s=options.workers_stop_timeout + fault_tolerance.gpu_memory_reclaim_timeout + 15.0,
+        stop_timeout_s=fault_tolerance.stop_timeout_s(options.workers_stop_timeout),
         # Losing it loses the Coordinator: training load should not be what takes it down.
         last_choice=job.node_name if allocation.active_nodes < len(allocation.nodes) else None,
         segment=options.segment,

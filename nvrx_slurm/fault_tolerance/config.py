@@ -26,6 +26,9 @@ class ConfigError(ValueError):
     """The configuration can't be used; the message names source, key and what is accepted."""
 
 
+_STOP_MARGIN_S = 15.0
+
+
 @dataclass(frozen=True)
 class FaultToleranceConfig:
     """Values in seconds; None: no limit. Names are those of NVIDIA's extension where it has them."""
@@ -43,6 +46,8 @@ class FaultToleranceConfig:
     gpu_memory_reclaim_timeout: float = NodeOptions().gpu_memory_reclaim_timeout_s
     """0: a restart does not wait for the memory of GPUs."""
     gpu_memory_tolerance_mb: float = NodeOptions().gpu_memory_tolerance_mb
+    checkpoint_write_timeout: float = NodeOptions().checkpoint_write_timeout_s
+    """0: a restart does not wait for checkpoints that are being written."""
     numa_bind: bool = NodeOptions().numa_bind
     numa_bind_strict: bool = NodeOptions().numa_bind_strict
     install_exception_hook: bool = NodeOptions().install_exception_hook
@@ -88,10 +93,17 @@ class FaultToleranceConfig:
             install_exception_hook=self.install_exception_hook,
             gpu_memory_reclaim_timeout_s=self.gpu_memory_reclaim_timeout,
             gpu_memory_tolerance_mb=self.gpu_memory_tolerance_mb,
+            checkpoint_write_timeout_s=self.checkpoint_write_timeout,
             numa_bind=self.numa_bind,
             numa_bind_strict=self.numa_bind_strict,
             health=self.health_checks,
             health_config="" if self.health_config is None else str(self.health_config),
+        )
+
+    def stop_timeout_s(self, workers_stop_s: float) -> float:
+        """Return when a node that was told to stop is given up: after all that it may wait for."""
+        return (
+            workers_stop_s + self.gpu_memory_reclaim_timeout + self.checkpoint_write_timeout + _STOP_MARGIN_S
         )
 
     @classmethod
@@ -265,6 +277,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "calc_ft_timeouts": _switch,
     "gpu_memory_reclaim_timeout": _duration_or_0,
     "gpu_memory_tolerance_mb": _megabytes,
+    "checkpoint_write_timeout": _duration_or_0,
     "numa_bind": _auto_or_off,
     "numa_bind_strict": _switch,
     "install_exception_hook": _switch,

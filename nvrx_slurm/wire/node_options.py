@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from nvrx_slurm.wire.checkpoint_writer import DEFAULT_GRACE_S
+
 MOST_COUNT = 2**31 - 1
 """Of whatever a user counts: messages and the journal carry 64 bits."""
 
@@ -19,6 +21,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long at most a stop waits for the memory of this job's GPUs; 0: it does not."""
     gpu_memory_tolerance_mb: float = 512.0
     """A GPU of which no more is used (MiB) is free."""
+    checkpoint_write_timeout_s: float = DEFAULT_GRACE_S
+    """How long at most a stop waits for checkpoints that are copied and being written; 0: it does not."""
     numa_bind: bool = False
     """Bind each rank to the NUMA node of its GPU."""
     numa_bind_strict: bool = True

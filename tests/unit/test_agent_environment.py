@@ -104,6 +104,7 @@ def test_the_node_shares_what_is_the_same_for_all() -> None:
         "TORCHELASTIC_RUN_ID": "123",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "NVRX_RUN_DIR": "/home/user/nvrx/123",
+        "NVRX_CHECKPOINT_WRITE_TIMEOUT": "10",
     }
 
 

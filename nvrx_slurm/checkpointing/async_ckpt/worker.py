@@ -1,7 +1,8 @@
 """The process that writes: started by the trainer, ends with it, imports torch only for calls of the user's.
 
-A task whose snapshot is complete is finished when the trainer is gone or this process is asked to end, within
-``GRACE_S``. Files get their names only when they are whole, so being killed instead does no harm.
+A task whose snapshot is complete is finished when the trainer is gone, within :func:`grace_s`. Files get
+their names only when they are whole, so being killed instead does no harm. A trainer's agent spares this
+process for as long when it stops the trainer (``agent/worker_server.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from nvrx_slurm import linux
 from nvrx_slurm.checkpointing.async_ckpt.messages import Result, Task, receive, send
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, write_image
+from nvrx_slurm.wire import checkpoint_writer
 
-GRACE_S = 10.0
 _MOST_WRITERS = 16
 _PAUSES_S = (1.0, 4.0, 15.0)
 _PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
@@ -42,10 +43,18 @@ def main() -> None:
     linux.set_process_name("nvrx-ckpt")
     _be_modest(nice, io_priority)
     worker = _Worker(socket.socket(fileno=fd), trainer)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: worker.end_soon())
+    # Ctrl-C, and what Slurm sends to all processes of a job, are the trainer's to answer: it may save then.
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)
     worker.serve()
     os._exit(0)  # threads may still wait
+
+
+def grace_s() -> float:
+    """Return for how long this process goes on without its trainer, in seconds."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(os.environ[checkpoint_writer.GRACE_VARIABLE])
+    return checkpoint_writer.DEFAULT_GRACE_S
 
 
 def _be_modest(nice: int, io_priority: int) -> None:
@@ -96,7 +105,7 @@ class _Worker:
         """End after the tasks that are here, and in any case soon."""
         if not self._ending:
             self._ending = True
-            timer = threading.Timer(GRACE_S, os._exit, [1])
+            timer = threading.Timer(grace_s(), os._exit, [1])
             timer.daemon = True
             timer.start()
             self._tasks.put(None)

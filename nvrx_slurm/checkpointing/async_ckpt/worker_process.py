@@ -22,8 +22,7 @@ from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, aligned
 from nvrx_slurm.checkpointing.storage.layout import FileImage
-
-_MODULE = "nvrx_slurm.checkpointing.async_ckpt.worker"
+from nvrx_slurm.wire import checkpoint_writer
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,10 @@ class WorkerProcess:
         with theirs:
             arguments = map(str, (os.getpid(), theirs.fileno(), priority.nice, priority.io_class or 0))
             self._process = subprocess.Popen(
-                interpreter.command_for(_MODULE, *arguments),
+                interpreter.command_for(checkpoint_writer.MODULE, *arguments),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,  # not a process of the group that is killed with the trainer
             )
         self._numbers = itertools.count()
         self._known: set[int] = set()

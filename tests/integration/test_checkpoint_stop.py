@@ -1,0 +1,70 @@
+"""A rank that dies right after a save: what was copied is written before the next cycle, within a bound."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+from harness import RANK, LocalJob, is_alive, until
+
+from nvrx_slurm import journal
+
+Jobs = Callable[..., LocalJob]
+pytestmark = pytest.mark.timeout(120)
+
+# The worker is stopped while the second save is handed over, so it can't have written when its rank dies.
+SCRIPT = (
+    RANK
+    + """
+import torch
+from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+path = f"{folder}/rank_{rank}.pt"
+if cycle == 0 and rank == 0:
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save({"step": 1}, path)
+    checkpoint.finalize_async_save(blocking=True)
+    worker = checkpoint._queue._caller._current.pid
+    os.kill(worker, signal.SIGSTOP)
+    checkpoint.async_save({"step": 2, "tensor": torch.arange(1 << 20)}, path)
+    checkpoint.ensure_snapshotted()
+    write("worker", str(worker))
+    os.kill(os.getpid(), signal.SIGKILL)
+if cycle == 0:
+    signal.pause()
+if rank == 0:
+    state = storage.load(path)
+    assert state["step"] == 1 or torch.equal(state["tensor"], torch.arange(1 << 20))
+    print("worker is there" if os.path.exists(f"/proc/{wait_for('worker')}") else "worker is gone")
+    print(f"step {state['step']}")
+"""
+)
+
+
+def _worker(run: LocalJob) -> psutil.Process:
+    return psutil.Process(int(run.wait_for_file("worker")))
+
+
+def test_a_copied_checkpoint_is_written_although_its_rank_has_died(job: Jobs) -> None:
+    run = job(SCRIPT, "--checkpoint-write-timeout", "60s", real_torch=True).start()
+    worker = _worker(run)
+    run.wait_for(journal.FaultDetected)
+    other = run.rank(1)
+    until("rank 1 is gone", lambda: not is_alive(other))
+    assert run.events(journal.WorkersStopped) == []
+    assert is_alive(worker)
+    os.kill(worker.pid, signal.SIGCONT)
+    assert run.wait() == 0, run.stderr
+    assert run.log("rank_0", cycle=1) == "worker is gone\nstep 2\n"
+    assert run.nothing_is_left()
+
+
+def test_a_writer_that_does_not_end_is_killed_when_its_time_is_over(job: Jobs) -> None:
+    run = job(SCRIPT, "--checkpoint-write-timeout", "300ms", real_torch=True).start()
+    assert run.wait() == 0, run.stderr
+    assert run.log("rank_0", cycle=1) == "worker is gone\nstep 1\n"
+    assert "killed what still wrote checkpoints after 0.3 s: 1 process(es)" in run.stderr
+    assert run.nothing_is_left()
