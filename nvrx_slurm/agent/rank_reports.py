@@ -70,17 +70,8 @@ class RankReports:
             case rank_channel.Straggler():
                 self._throttle.say(
                     request.rank,
-                    (request.slow_rank, request.section),
-                    msg.StragglerReport(
-                        cycle=cycle.cycle,
-                        rank=request.rank,
-                        slow_rank=request.slow_rank,
-                        section=request.section,
-                        score=request.score,
-                        lost_ms=request.lost_ms,
-                        reports=request.reports,
-                        of_reports=request.of_reports,
-                    ),
+                    (request.verdict.rank, request.verdict.section),
+                    msg.StragglerReport(cycle=cycle.cycle, rank=request.rank, verdict=request.verdict),
                 )
             case rank_channel.TimeoutsChanged():
                 self._timeouts_changed(cycle, request)

@@ -18,6 +18,7 @@ from nvrx_slurm.coordinator.hang_evidence import (
 from nvrx_slurm.coordinator.job_files import JobFiles
 from nvrx_slurm.coordinator.recorder import Recorder
 from nvrx_slurm.coordinator.run_dir import RunDir
+from nvrx_slurm.coordinator.slow_ranks import straggler_event
 from nvrx_slurm.coordinator.tasks import Tasks
 from nvrx_slurm.coordinator.unhealthy import complaint_of, health_event
 from nvrx_slurm.wire import messages as msg
@@ -117,20 +118,10 @@ class AgentMessages:
             case msg.CheckpointReport() as m:
                 record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank, why=m.why))
             case msg.StragglerReport() as m:
-                slow_node = self._machine.node_of_rank(m.slow_rank)
+                slow_node = self._machine.node_of_rank(m.verdict.rank)
                 # Whose name a rank may tell, but not where it is.
                 if slow_node is not None:
-                    record(
-                        journal.StragglerReport(
-                            rank=m.slow_rank,
-                            node=slow_node,
-                            section=m.section,
-                            score=round(m.score, 4),
-                            lost_ms=round(m.lost_ms, 3),
-                            reports=m.reports,
-                            of_reports=m.of_reports,
-                        )
-                    )
+                    record(straggler_event(m.verdict, slow_node, told_by=m.rank))
             case msg.TimeoutsCalculated() as m:
                 adopted = self._timeouts.calculated(node, m)
                 if adopted is not None:

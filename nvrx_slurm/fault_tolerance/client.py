@@ -25,6 +25,7 @@ from nvrx_slurm.fault_tolerance.timeouts import (
     calculate_heartbeat,
     calculate_sections,
 )
+from nvrx_slurm.pace import StragglerVerdict
 from nvrx_slurm.wire import rank_channel
 from nvrx_slurm.wire.flight_recorder import short_address
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
@@ -461,7 +462,7 @@ class RankMonitorClient:
     ) -> None:
         """Record in the journal that ``rank`` is slow; one rank suffices to tell of it.
 
-        The arguments are the fields of :class:`nvrx_slurm.straggler.StragglerVerdict`. All that follows from
+        The arguments are fields of :class:`nvrx_slurm.straggler.StragglerVerdict`. All that follows from
         it is a line in output and report.
 
         Raises:
@@ -470,16 +471,16 @@ class RankMonitorClient:
         call = "report_straggler"
         self._require_initialized(call)
         try:
-            request = rank_channel.Straggler(
-                rank=self._rank,
-                cycle=self._cycle,
-                slow_rank=operator.index(rank),
+            verdict = StragglerVerdict(
+                rank=operator.index(rank),
+                node="",
                 section=section,
                 score=float(score),
                 lost_ms=float(lost_ms),
                 reports=operator.index(reports),
                 of_reports=operator.index(of_reports),
             )
+            request = rank_channel.Straggler(rank=self._rank, cycle=self._cycle, verdict=verdict)
             acceptable = rank_channel.is_acceptable(request)
         except (TypeError, ValueError):
             acceptable = False

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from nvrx_slurm.pace import StragglerVerdict
+
 JOURNAL_VERSION = 1
 
 
@@ -202,19 +204,11 @@ class TimeoutsCalculated(Event, frozen=True, tag="timeouts_calculated"):
     out_of_section: float | None = None
 
 
-class StragglerReport(Event, frozen=True, tag="straggler_report"):
+class StragglerReport(Event, StragglerVerdict, frozen=True, tag="straggler_report"):
     """A rank is slower than those that do the same work, and has been for several reports."""
 
-    rank: int
-    node: str
-    section: str
-    score: float
-    """0 to 1: the median of the others' times over its own."""
-    lost_ms: float
-    """A passage of the section takes so much longer there."""
-    reports: int
-    of_reports: int
-    """It was slow in so many of the last so many reports."""
+    told_by: int | None = None
+    """The rank whose script says so; None: the Coordinator has judged by the times of all ranks."""
 
 
 class CheckpointSaved(Event, frozen=True, tag="checkpoint_saved"):

@@ -3,10 +3,10 @@
 Names and meaning follow ``nvidia_resiliency_ext.straggler``, so that code moves by changing the import.
 """
 
+from nvrx_slurm.pace import StragglerVerdict, Watch
 from nvrx_slurm.straggler.callables import CallableId
 from nvrx_slurm.straggler.detector import Detector
 from nvrx_slurm.straggler.report import Report, StragglerId
 from nvrx_slurm.straggler.statistic import Statistic
-from nvrx_slurm.straggler.watch import StragglerVerdict, Watch
 
 __all__ = ["CallableId", "Detector", "Report", "Statistic", "StragglerId", "StragglerVerdict", "Watch"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from nvrx_slurm.pace import Kernel, KernelTime
 from nvrx_slurm.straggler.statistic import Summary
 
 
@@ -47,7 +48,15 @@ class Report:
     gather_on_rank0: bool
     rank: int
     section_medians: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """Milliseconds; what :class:`~nvrx_slurm.straggler.watch.Watch` judges by."""
+    """Milliseconds; what :class:`~nvrx_slurm.pace.Watch` judges by."""
+    passages: Mapping[str, float] = field(default_factory=dict)
+    """How often an iteration passes through a section; one that is missing: once."""
+    iterations: float = 0.0
+    """Of the period; 0: they are not counted."""
+    kernel_times: Mapping[Kernel, Mapping[int, KernelTime]] = field(default_factory=dict)
+    """Of the ranks; empty where they are not exchanged."""
+    gpus: Mapping[int, str] = field(default_factory=dict)
+    """The UUID of each rank's GPU, as far as it is known."""
 
     def identify_stragglers(
         self,
@@ -59,7 +68,7 @@ class Report:
         """Return who scores below the thresholds in this one period.
 
         A single report is noisy: before anything is done about a rank, let several be judged by a
-        :class:`~nvrx_slurm.straggler.watch.Watch`.
+        :class:`~nvrx_slurm.pace.Watch`.
         """
 
         def below(scores: Mapping[int, float], threshold: float) -> set[StragglerId]:

@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from nvrx_slurm.pace import StragglerVerdict
 from nvrx_slurm.wire.node_options import NodeOptions
 from nvrx_slurm.wire.rank_channel import CheckpointEvent, WorkloadAction
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
@@ -205,16 +206,11 @@ class CheckpointReport(Message, frozen=True):
 
 
 class StragglerReport(Message, frozen=True):
-    """A rank of this node says that one of the job's is slow; the fields are those of the rank's request."""
+    """A rank of this node says that one of the job's is slow."""
 
     cycle: int
     rank: int
-    slow_rank: int
-    section: str
-    score: float
-    lost_ms: float
-    reports: int
-    of_reports: int
+    verdict: StragglerVerdict
 
 
 class ControlRequest(Message, frozen=True):

@@ -10,6 +10,7 @@ import math
 
 import msgspec
 
+from nvrx_slurm.pace import StragglerVerdict
 from nvrx_slurm.wire.timeouts import MAX_NAME_BYTES, HeartbeatTimeouts, SectionTimeouts
 
 SOCKET_VARIABLE = "NVRX_RANK_SOCKET"
@@ -63,6 +64,7 @@ class Control(Request, frozen=True):
 
 MAX_DESCRIPTION = 500
 """Characters."""
+_MOST_TEXTS = 32
 
 
 def is_description(text: str) -> bool:
@@ -80,15 +82,7 @@ class TimeoutsChanged(Request, frozen=True):
 class Straggler(Request, frozen=True):
     """A rank has been found slow, by its own or by another rank's report."""
 
-    slow_rank: int
-    section: str
-    score: float
-    """0 to 1: the others' time over its own."""
-    lost_ms: float
-    """A passage of the section takes so much longer there."""
-    reports: int
-    of_reports: int
-    """It was slow in so many of the last so many reports."""
+    verdict: StragglerVerdict
 
 
 class ProgramFailed(Request, frozen=True):
@@ -115,6 +109,21 @@ def is_timeout(value: float | None) -> bool:
     return value is None or (math.isfinite(value) and value > 0)
 
 
+def is_verdict(verdict: StragglerVerdict) -> bool:
+    """Tell whether its values can be true, and be shown."""
+    texts = [verdict.node, verdict.gpu, *verdict.context, *(loss.kernel for loss in verdict.kernels)]
+    return (
+        is_layer(verdict.section)
+        and 0 <= verdict.score <= 1
+        and 0 <= verdict.lost_ms < math.inf
+        and 0 < verdict.reports <= verdict.of_reports < 2**31
+        and 0 <= verdict.rank < 2**31
+        and len(texts) <= _MOST_TEXTS
+        and all(map(is_description, texts))
+        and all(math.isfinite(loss.lost_ms) for loss in verdict.kernels)
+    )
+
+
 RankRequest = (
     MonitoringStarted | FirstHeartbeat | Checkpoint | Control | TimeoutsChanged | Straggler | ProgramFailed
 )
@@ -134,13 +143,7 @@ def is_acceptable(request: RankRequest) -> bool:
             values = [heartbeat.initial, heartbeat.subsequent, section.out_of_section]
             return all(map(is_timeout, [*values, *section.section.values()]))
         case Straggler():
-            return (
-                is_layer(request.section)
-                and 0 <= request.score <= 1
-                and 0 <= request.lost_ms < math.inf
-                and 0 < request.reports <= request.of_reports < 2**31
-                and 0 <= request.slow_rank < 2**31
-            )
+            return is_verdict(request.verdict)
         case ProgramFailed():
             return 0 < request.exit < 256
         case _:

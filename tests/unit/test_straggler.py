@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvrx_slurm.pace import Watch
 from nvrx_slurm.straggler import CallableId, Detector, Report, Statistic, StragglerId
 from nvrx_slurm.straggler.callables import WrappedCallables
 from nvrx_slurm.straggler.exchange import Alone
@@ -23,7 +24,6 @@ from nvrx_slurm.straggler.interval import ReportInterval
 from nvrx_slurm.straggler.reporting import SCORES, ReportGenerator
 from nvrx_slurm.straggler.sections import MAX_SAMPLES, Sections
 from nvrx_slurm.straggler.statistic import Summary, summarize
-from nvrx_slurm.straggler.watch import Watch
 
 T = TypeVar("T")
 ALL = frozenset(SCORES)

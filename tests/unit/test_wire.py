@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvrx_slurm.pace import KernelLoss, StragglerVerdict
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel, rpc
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
@@ -134,7 +135,18 @@ def test_a_silent_peer_is_lost_in_the_time_that_is_promised() -> None:
         rank_channel.MonitoringStarted(rank=1, cycle=0),
         rank_channel.FirstHeartbeat(rank=1, cycle=0),
         rank_channel.Straggler(
-            rank=1, cycle=2, slow_rank=5, section="step", score=0.5, lost_ms=3.5, reports=2, of_reports=3
+            rank=1,
+            cycle=2,
+            verdict=StragglerVerdict(
+                rank=5,
+                node="",
+                section="step",
+                score=0.5,
+                lost_ms=3.5,
+                reports=2,
+                of_reports=3,
+                kernels=[KernelLoss(kernel="gemm", lost_ms=2.5)],
+            ),
         ),
         rank_channel.Checkpoint(
             rank=1, cycle=0, what=rank_channel.CheckpointEvent.SAVED, step=5, layer="shared"
