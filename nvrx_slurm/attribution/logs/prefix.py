@@ -12,7 +12,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]|\x1b\][^\x07\x1b]{0,256}\x07?")
 _MERGED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) (\S{1,255}) rank (\d{1,7}): ?")
 _ISO = re.compile(
     r"\W{0,3}(\d{4})[-/](\d\d)[-/](\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(?:Z"
-    r"|[+-]\d\d:?\d\d)?\W{0,3}"
+    r"|[+-]\d\d:?\d\d)?[^\w\[]{0,3}"
 )
 _GLOG = re.compile(
     r"\[?([IWEFCD])(\d\d)?(\d{1,2}) (\d\d):(\d\d):(\d\d)\.(\d{1,9})(?: +\d+)? "
@@ -35,6 +35,7 @@ _RANK_INSIDE = re.compile(
 _LEVEL = re.compile(
     r"\b(DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|CRITICAL|FATAL)\b(?=[\]\s:|,)-])|\[(DEBUG|INFO|WARN|WARNING|ERROR)[|\]]"
 )
+_LETTER = re.compile(r"([IWEF]) [\w/.-]{1,200}\.(?:cpp|cc|cu|py|h|hpp):\d+\]")
 _LEVEL_WITHIN = 120
 _MONTHS = {
     name: number
@@ -170,6 +171,9 @@ def _take_rank(text: str) -> tuple[str, int | None]:
 def _level(text: str, by_letter: bool | None) -> LineLevel:
     if by_letter is not None:
         return LineLevel.ERROR if by_letter else LineLevel.INFO
+    lettered = _LETTER.match(text)
+    if lettered:
+        return LineLevel.ERROR if lettered.group(1) in "EF" else LineLevel.INFO
     found = _LEVEL.search(text[:_LEVEL_WITHIN])
     if found is None:
         return LineLevel.ERROR
