@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -290,11 +291,21 @@ class Late(BasicTensorAwareStateDict):
 def a_background_save_is_the_state_at_the_call(world: World) -> list[str]:
     queue = AsyncCallsQueue()
     manager = world.manager("async")
+    returned = threading.Event()
+    exchange = world.cliques.replicate_part
+
+    def exchange_later(*arguments: Any) -> Any:
+        assert returned.wait(PATIENCE.total_seconds()), "save waits for the copies"
+        return exchange(*arguments)
+
+    world.cliques.replicate_part = exchange_later  # type: ignore[method-assign]
     for iteration in (1, 2, 3):
         given = content(world.rank, iteration)
         request = manager.save(BasicTensorAwareStateDict(given), iteration, is_async=True)
         given["weights"][0].zero_()  # what training does next
         queue.schedule_async_request(request)
+    returned.set()
+    world.cliques.replicate_part = exchange  # type: ignore[method-assign]
     queue.maybe_finalize_async_calls(blocking=True)
     check_loads(world.manager("async"), world, 3)
     queue.close()
@@ -306,19 +317,23 @@ def a_background_write_that_fails_is_an_error_on_all_ranks(world: World) -> str:
     queue = AsyncCallsQueue()
     manager = world.manager("async-failing", strategy=None)
     save(manager, world, 1)
-    request = manager.save(BasicTensorAwareStateDict(content(world.rank, 2)), 2, is_async=True)
     if world.rank == 2:
-        shutil.rmtree(manager.local_ckpt_dir)
+        manager._place_of = lambda _id: world.directory / "nowhere" / "part"
+    request = manager.save(BasicTensorAwareStateDict(content(world.rank, 2)), 2, is_async=True)
+    finalized: list[int] = []
+    request.add_finalize_fn(lambda: finalized.append(2))
     queue.schedule_async_request(request)
-    try:
+    with pytest.raises(CheckpointingException) as refused:
         queue.maybe_finalize_async_calls(blocking=True)
-    except RuntimeError as error:
-        save(manager, world, 3)
-        check_loads(manager, world, 3)
-        return str(error)
-    finally:
-        queue.close(abort=True)
-    raise AssertionError("finalized")
+    assert queue.get_num_unfinalized_calls() == 0
+    assert not finalized  # the manager's own finalizer came first: it told all ranks, and cleaned up
+    manager._background.submit(lambda: None).result()
+    assert not list(manager.local_ckpt_dir.glob("iter_0000002*"))
+    check_loads(world.manager("async-failing", strategy=None), world, 1)
+    save(manager, world, 3)
+    check_loads(manager, world, 3)
+    queue.close()
+    return str(refused.value)
 
 
 def shards_of_fsdp2_come_back_as_shards(world: World) -> None:

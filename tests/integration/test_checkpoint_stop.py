@@ -21,15 +21,22 @@ SCRIPT = (
     + """
 import torch
 from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 path = f"{folder}/rank_{rank}.pt"
+local = LocalCheckpointManager(f"{folder}/parts")
 if cycle == 0 and rank == 0:
+    local.save(BasicTensorAwareStateDict({"step": 1}), 1)
     checkpoint = TorchAsyncCheckpoint()
     checkpoint.async_save({"step": 1}, path)
     checkpoint.finalize_async_save(blocking=True)
     worker = checkpoint._queue._caller._current.pid
     os.kill(worker, signal.SIGSTOP)
     checkpoint.async_save({"step": 2, "tensor": torch.arange(1 << 20)}, path)
+    request = local.save(BasicTensorAwareStateDict({"tensor": torch.ones(1 << 20)}), 2, is_async=True)
+    checkpoint._get_async_calls_queue().schedule_async_request(request)
+    request.async_fn._files.result()
     checkpoint.ensure_snapshotted()
     write("worker", str(worker))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +46,8 @@ if rank == 0:
     state = storage.load(path)
     assert state["step"] == 1 or torch.equal(state["tensor"], torch.arange(1 << 20))
     print("worker is there" if os.path.exists(f"/proc/{wait_for('worker')}") else "worker is gone")
-    print(f"step {state['step']}")
+    print(f"step {state['step']}, local {local.find_latest()}")
+    assert local.load()[0].state_dict.get("tensor", torch.ones(1)).all()
 """
 )
 
@@ -58,13 +66,13 @@ def test_a_copied_checkpoint_is_written_although_its_rank_has_died(job: Jobs) ->
     assert is_alive(worker)
     os.kill(worker.pid, signal.SIGCONT)
     assert run.wait() == 0, run.stderr
-    assert run.log("rank_0", cycle=1) == "worker is gone\nstep 2\n"
+    assert run.log("rank_0", cycle=1) == "worker is gone\nstep 2, local 2\n"
     assert run.nothing_is_left()
 
 
 def test_a_writer_that_does_not_end_is_killed_when_its_time_is_over(job: Jobs) -> None:
     run = job(SCRIPT, "--checkpoint-write-timeout", "300ms", real_torch=True).start()
     assert run.wait() == 0, run.stderr
-    assert run.log("rank_0", cycle=1) == "worker is gone\nstep 1\n"
+    assert run.log("rank_0", cycle=1) == "worker is gone\nstep 1, local 1\n"
     assert "killed what still wrote checkpoints after 0.3 s: 1 process(es)" in run.stderr
     assert run.nothing_is_left()

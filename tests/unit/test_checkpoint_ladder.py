@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncSaveError
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
 from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException
@@ -152,7 +152,10 @@ def queue() -> Iterator[AsyncCallsQueue]:
 
 
 def test_in_the_background_a_save_is_told_when_it_is_whole_and_a_failed_local_one_is_passed_over(
-    tmp_path: Path, queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    queue: AsyncCallsQueue,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run(tmp_path)
     ladder = CheckpointLadder.of(
@@ -169,22 +172,23 @@ def test_in_the_background_a_save_is_told_when_it_is_whole_and_a_failed_local_on
     assert Run(tmp_path).resume()[0] == 6
 
     # when a write of the local layer fails
+    place_of = run.local._place_of
+    monkeypatch.setattr(
+        run.local, "_place_of", lambda part: tmp_path / "no" if part.iteration == 12 else place_of(part)
+    )
+    (tmp_path / "no").mkdir()
     save(8)
-    writing, run.local._writer = run.local._writer, lambda parts: fail
     save(12)
-    run.local._writer = writing
     ladder.finalize(blocking=True)
     assert run.told.events[2:] == [("saved", 8, "local"), ("saved", 12, "shared")]
-    assert "training goes on without a local checkpoint: save 3 failed" in caplog.text
+    failed = "training goes on without a local checkpoint: Failure during saving local checkpoint from "
+    assert f"{failed}iteration 12 (last valid iteration is 8): rank 0: IsADirectoryError" in caplog.text
 
-    run.shared._writer = lambda parts: fail
+    monkeypatch.setattr(run.shared, "_place_of", lambda part: tmp_path / "no")
     save(18)
-    with pytest.raises(AsyncSaveError, match="No space left"):
+    with pytest.raises(CheckpointingException, match="IsADirectoryError"):
         ladder.finalize(blocking=True)
-
-
-def fail() -> None:
-    raise OSError(28, "No space left on device")
+    assert queue.get_num_unfinalized_calls() == 0
 
 
 def test_all_layers_are_saved_to_before_a_stop(run: Run) -> None:

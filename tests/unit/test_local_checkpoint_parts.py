@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 
 from nvrx_slurm.checkpointing.local.base_state_dict import decode, encode
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict, TensorPlaceholder
-from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
+from nvrx_slurm.checkpointing.local.buffers import BufferPool
 from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager, write_part
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, SameMachineReplicationException
 from nvrx_slurm.checkpointing.local.ids import CkptID
@@ -206,13 +205,6 @@ def test_a_buffer_is_used_again_unless_it_is_far_too_large() -> None:
     assert pool.take(9_000) is not first
     pool.give(first)
     assert pool.take(100) is not first
-
-
-def test_a_pickled_buffer_is_the_same_memory() -> None:
-    buffer = SharedBuffer(mmap.PAGESIZE)
-    other = pickle.loads(pickle.dumps(buffer))
-    buffer.memory[:4] = b"abcd"
-    assert other.memory[:4] == b"abcd"
 
 
 def test_placeholders_keep_kind_shape_and_type() -> None:

@@ -17,7 +17,8 @@ _ROUND = 16 << 20  # states grow by a few bytes now and then; that must not cost
 _LEFT_FREE = 256 << 20
 
 
-_keys = itertools.count()
+memory_keys = itertools.count()
+"""Names for shared memory, of arenas and others, in this process and its worker."""
 
 
 class OutOfMemoryError(RuntimeError):
@@ -33,8 +34,7 @@ class Arena:
         os.ftruncate(self.fd, self.capacity)
         self.memory = mmap.mmap(self.fd, self.capacity)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.key = next(_keys)
-        """Names this arena in this process and its worker."""
+        self.key = next(memory_keys)
 
     def as_tensor(self, offset: int, size: int) -> Any:
         """Return a part of it as a tensor of bytes."""

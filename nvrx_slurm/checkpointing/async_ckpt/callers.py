@@ -9,6 +9,7 @@ from typing import Any
 from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
 from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
 from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld
+from nvrx_slurm.checkpointing.async_ckpt.ready_writes import ReadyWrites
 from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode
 from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerPriority, WorkerProcess
@@ -51,6 +52,8 @@ class AsyncCaller(ABC):
         if isinstance(request.async_fn, FileWrites):
             files = [(str(path.absolute()), image) for path, image in request.async_fn.images()]
             return worker.hand_over(self._pool, files, self._mode)
+        if isinstance(request.async_fn, ReadyWrites):
+            return request.async_fn.hand_to(worker)
         arguments = list(request.async_fn_args)
         image = lay_out((request.async_fn, arguments, request.async_fn_kwargs or {}, request.preload_fn))
         mentions_main = any(b"__main__" in literal.data for literal in image.literals)

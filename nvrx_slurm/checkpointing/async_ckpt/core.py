@@ -24,6 +24,7 @@ from nvrx_slurm.checkpointing.async_ckpt.callers import (
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
+from nvrx_slurm.checkpointing.async_ckpt.ready_writes import ReadyWrites
 from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode, ensure_snapshotted
 from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerPriority
@@ -49,6 +50,16 @@ class AsyncSaveError(RuntimeError):
 class _Pending:
     request: AsyncRequest
     ticket: Ticket
+
+    @property
+    def error(self) -> str | None:
+        """What fails the save on this rank; None: nothing, or its finalizers tell of it."""
+        return None if isinstance(self.request.async_fn, ReadyWrites) else self.ticket.error
+
+    def finalize(self) -> int:
+        if isinstance(self.request.async_fn, ReadyWrites) and self.ticket.error is not None:
+            self.request.async_fn.when_failed(self.ticket.error)
+        return self.request.execute_finalize_fns(validate_matching_call_idx=False)
 
 
 class AsyncCallsQueue:
@@ -150,7 +161,7 @@ class AsyncCallsQueue:
                 break
             self._pending.popleft()
             self._refuse_failed(oldest, said)
-            finalized.append(oldest.request.execute_finalize_fns(validate_matching_call_idx=False))
+            finalized.append(oldest.finalize())
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
@@ -200,7 +211,7 @@ class AsyncCallsQueue:
     def _ask(self, pending: _Pending, no_dist: bool) -> Agreement:
         index, ticket = pending.request.call_idx, pending.ticket
         done = ticket.is_done
-        failed = done and ticket.error is not None
+        failed = done and pending.error is not None
         if no_dist:
             return Agreement(done, 0 if failed else None, index, index)
         return agree(index, done=done, failed=failed)
@@ -211,8 +222,8 @@ class AsyncCallsQueue:
             raise AsyncSaveError(
                 f"ranks finalize different saves: {said.lowest_index} and {said.highest_index}, here {index}"
             )
-        if pending.ticket.error is not None:
-            raise AsyncSaveError(f"save {index} failed on this rank: {pending.ticket.error}")
+        if pending.error is not None:
+            raise AsyncSaveError(f"save {index} failed on this rank: {pending.error}")
         if said.failed_rank is not None:
             raise AsyncSaveError(f"save {index} failed on rank {said.failed_rank}: see the error there")
 

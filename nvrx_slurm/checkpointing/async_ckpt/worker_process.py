@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import signal
 import socket
@@ -12,11 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
 from nvrx_slurm import interpreter
-from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool
+from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
 from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Result, Task, receive, send
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
@@ -78,11 +80,30 @@ class Ticket:
         callback()
 
 
+class SharedMemory(Protocol):
+    """A memory file."""
+
+    key: int
+    """Names it among all that this process gives to workers."""
+    fd: int
+    memory: mmap.mmap
+
+
+class MemoryPool(Protocol):
+    """Where shared memory comes from."""
+
+    def release(self, memory: Any, /) -> None:
+        """Take back what no worker reads any more."""
+
+    def keys(self) -> set[int]:
+        """Return which of its memory there is."""
+
+
 @dataclass
 class _Handed:
     ticket: Ticket
-    pool: ArenaPool
-    arena: Arena
+    pool: MemoryPool
+    arena: SharedMemory
     folders: frozenset[Path]
 
 
@@ -105,7 +126,8 @@ class WorkerProcess:
                 start_new_session=True,  # not a process of the group that is killed with the trainer
             )
         self._numbers = itertools.count()
-        self._known: set[int] = set()
+        self._known: dict[int, MemoryPool] = {}
+        """Memory that the worker has mapped, by key."""
         self._handed: dict[int, _Handed] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -161,6 +183,13 @@ class WorkerProcess:
             raise
         return ticket
 
+    def hand_over_ready(self, pool: MemoryPool, memory: SharedMemory, spec: ImageSpec) -> Ticket:
+        """Have the worker write a file that lies whole in shared memory."""
+        ticket = Ticket()
+        task = Task(number=next(self._numbers), arena=memory.key, images=(spec,))
+        self._send(task, _Handed(ticket, pool, memory, frozenset([Path(spec.path).parent])))
+        return ticket
+
     def _send(self, task: Task, handed: _Handed) -> None:
         with self._sending:
             with self._lock:
@@ -172,8 +201,11 @@ class WorkerProcess:
                 return
             new = handed.arena.key not in self._known
             current = handed.pool.keys()
-            task = msgspec.structs.replace(task, dropped=tuple(self._known - current))
-            self._known = (self._known | {handed.arena.key}) & current
+            gone = [key for key, pool in self._known.items() if pool is handed.pool and key not in current]
+            task = msgspec.structs.replace(task, dropped=tuple(gone))
+            for key in gone:
+                del self._known[key]
+            self._known[handed.arena.key] = handed.pool
             try:
                 send(self._socket, task, handed.arena.fd if new else None)
             except OSError:
@@ -181,7 +213,7 @@ class WorkerProcess:
             except Exception as error:  # a path that is no UTF-8
                 with self._lock:
                     self._handed.pop(task.number, None)
-                self._known.discard(handed.arena.key)
+                self._known.pop(handed.arena.key, None)
                 self._fail(handed, f"{type(error).__name__}: {error}")
 
     def _read(self) -> None:

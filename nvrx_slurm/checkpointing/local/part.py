@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict, decode, encode
-from nvrx_slurm.checkpointing.local.buffers import Buffer, BufferPool
+from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException
 from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, checksum
@@ -56,7 +56,7 @@ class Part:
     """A whole part in memory."""
 
     held: HeldPart
-    buffer: Buffer
+    buffer: SharedBuffer
     size: int
 
     @property
@@ -75,7 +75,7 @@ class StagedPart:
     id: CkptID
     digest: str
     """Of the content."""
-    buffer: Buffer
+    buffer: SharedBuffer
     header: Header
 
     def seal(self, world_size: int, save_id: str) -> Part:
@@ -151,7 +151,7 @@ def read_part(path: Path, pool: BufferPool) -> Part:
     return verified(buffer, path)
 
 
-def verified(buffer: Buffer, source: Path | str) -> Part:
+def verified(buffer: SharedBuffer, source: Path | str) -> Part:
     """Return the part that ``buffer`` holds.
 
     Args:
@@ -210,7 +210,9 @@ def _lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[_Place], int]:
     return places, end
 
 
-def _copy(tensors: Sequence[torch.Tensor], places: Sequence[_Place], buffer: Buffer, first: int) -> bytes:
+def _copy(
+    tensors: Sequence[torch.Tensor], places: Sequence[_Place], buffer: SharedBuffer, first: int
+) -> bytes:
     """Copy the tensors to their places; return their checksums."""
     for tensor, place in zip(tensors, places, strict=True):
         target = _view(buffer, first + place.offset, place.nbytes).view(place.dtype).reshape(place.shape)
@@ -228,7 +230,7 @@ def _copy(tensors: Sequence[torch.Tensor], places: Sequence[_Place], buffer: Buf
     return struct.pack(f"<{len(sums)}Q", *sums)
 
 
-def _view(buffer: Buffer, offset: int, nbytes: int) -> torch.Tensor:
+def _view(buffer: SharedBuffer, offset: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(buffer.memory, dtype=torch.uint8, offset=offset, count=nbytes)
@@ -242,7 +244,7 @@ def _padded(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _write_header(buffer: Buffer, header: Header) -> None:
+def _write_header(buffer: SharedBuffer, header: Header) -> None:
     content = msgspec.json.encode(header)
     if len(content) > PAGE - _HEAD.size:
         raise CheckpointingException(f"The session id {header.session[:40]!r}… is too long.")

@@ -23,8 +23,8 @@ class ImageSpec:
     size: int
     regions: tuple[Region, ...]
     """What tensors take, in order."""
-    table: Region
-    """Where the checksums go; behind all regions."""
+    table: Region | None
+    """Where the checksums go; behind all regions. None: the file is as it is to be."""
 
     @property
     def end(self) -> int:
@@ -38,25 +38,26 @@ def aligned(size: int) -> int:
 
 
 def write_image(spec: ImageSpec, memory: memoryview) -> None:
-    """Fill the table of checksums in, and write the file whole and durably.
+    """Fill the table of checksums in, if there is one, and write the file whole and durably.
 
     Raises:
         OSError: it could not be written; what stood at the path is still there.
     """
     image = memory[spec.offset : spec.end]
     with ThreadPoolExecutor(1) as hashing, replacing(Path(spec.path)) as pending:
-        table = hashing.submit(_table, spec, image)
+        table = hashing.submit(_table, spec, image) if spec.table else None
         pending.write_aligned(_chunks(spec, image, table), spec.size)
 
 
 def _table(spec: ImageSpec, image: memoryview) -> bytes:
+    assert spec.table is not None
     sums = [checksum(image[region.offset : region.end]) for region in spec.regions]
     rest = checksum_around(image, [*spec.regions, spec.table], spec.size)
     return encode_table(spec.regions, sums, rest)
 
 
-def _chunks(spec: ImageSpec, image: memoryview, table: Future[bytes]) -> Iterator[memoryview]:
+def _chunks(spec: ImageSpec, image: memoryview, table: Future[bytes] | None) -> Iterator[memoryview]:
     for start in range(0, len(image), _CHUNK):
-        if start + _CHUNK > spec.table.offset:
+        if table is not None and spec.table is not None and start + _CHUNK > spec.table.offset:
             image[spec.table.offset : spec.table.end] = table.result()
         yield image[start : start + _CHUNK]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -24,14 +26,15 @@ from nvrx_slurm.checkpointing.local.errors import (
     SameMachineReplicationException,
 )
 from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart, checked_iteration
-from nvrx_slurm.checkpointing.local.part import Part, StagedPart, stage, state_of
+from nvrx_slurm.checkpointing.local.in_order import InOrder
+from nvrx_slurm.checkpointing.local.part import Part, stage, state_of
 from nvrx_slurm.checkpointing.local.replication.exchange import DEFAULT_TIMEOUT, all_ranks
 from nvrx_slurm.checkpointing.local.replication.strategies import ReplicationStrategy
 from nvrx_slurm.checkpointing.local.space import Room, shortage, total_of
 from nvrx_slurm.checkpointing.storage import checksum
 
 if TYPE_CHECKING:
-    from nvrx_slurm.checkpointing.async_ckpt.core import AsyncRequest
+    from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 
 __all__ = ["BaseCheckpointManager", "CheckpointingException", "CkptID", "SameMachineReplicationException"]
 
@@ -85,6 +88,7 @@ class BaseCheckpointManager(ABC):
         self._keep = keep
         self._timeout = timeout
         self._pool = BufferPool()
+        self._exchanges = InOrder("nvrx-ckpt-copies")
         self._holdings: Holdings = {}
         self._found: Save | None = None
 
@@ -111,8 +115,8 @@ class BaseCheckpointManager(ABC):
         """Keep a part."""
 
     @abstractmethod
-    def _writer(self, parts: Sequence[Part]) -> Callable[[], None]:
-        """Return what keeps ``parts``, in any process of this machine: it must be picklable."""
+    def _place_of(self, ckpt_id: CkptID) -> Path:
+        """Return the file that keeps a part, for a checkpoint worker to write it."""
 
     @abstractmethod
     def _room(self) -> Room:
@@ -255,13 +259,14 @@ class BaseCheckpointManager(ABC):
         Args:
             state_dict: stays as it is.
             iteration: above the one that was loaded.
-            is_async: copy the state, and give copies to other ranks; then return a request that writes them
-                in any process, for ``AsyncCallsQueue.schedule_async_request``. It is saved when that is
-                finalized.
+            is_async: copy the state, agree with the other ranks that all have, and return. A thread gives
+                copies to other ranks, and the request that is returned has them written by a worker, once
+                ``AsyncCallsQueue.schedule_async_request`` has taken it. It is saved when that is finalized;
+                what went wrong with copies or files on any rank is raised there.
 
         Raises:
-            CheckpointingException: on all ranks, if one of them could not copy or send, if a part could not
-                be written anywhere, or if there is too little room. Nothing of this iteration is left then.
+            CheckpointingException: on all ranks, if one of them could not copy, if a part could not be
+                written anywhere, or if there is too little room. Nothing of this iteration is left then.
             ExchangeError: a rank did not take part in time.
         """
         ckpt_id = self._ckpt_id(iteration)
@@ -269,35 +274,44 @@ class BaseCheckpointManager(ABC):
             raise CheckpointingException(
                 f"Iteration {iteration} can't be saved: iteration {self.latest_iteration} is there already."
             )
-        staged = self._agree_on(state_dict, ckpt_id)
-        parts = self._replicate(staged, iteration)
+        part = self._agree_on(state_dict, ckpt_id)
         # What is written must be found by a look at the place, and not be what was found before.
         self.latest_iteration, self._found = -1, None
         if is_async:
-            return self._request(parts, iteration)
-        error = ""
-        try:
-            for part in parts:
-                self._save(part, part.id)
-        except Exception as failed:  # whatever it is: the others wait to hear of it
-            error = _text_of(failed)
-        self._pool.give(*(part.buffer for part in parts))
-        self._finalize(iteration, error, in_background=False)
+            return self._request(part, iteration)
+        errors: list[str] = []
+        parts = self._replicate(part, errors, go_on=False)
+        for each in parts:
+            try:
+                self._save(each, each.id)
+            except Exception as failed:  # whatever it is: the others wait to hear of it
+                errors.append(_text_of(failed))
+        self._pool.give(*(each.buffer for each in parts))
+        self._finalize(iteration, errors, in_background=False)
         return None
 
-    def _request(self, parts: Sequence[Part], iteration: int) -> AsyncRequest:
-        from nvrx_slurm.checkpointing.async_ckpt.core import (  # type: ignore[import-not-found,unused-ignore]
-            AsyncRequest,
-        )
+    def _request(self, part: Part, iteration: int) -> AsyncRequest:
+        from nvrx_slurm.checkpointing.async_ckpt.ready_writes import ReadyFile, ReadyWrites
+        from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 
-        def finalize() -> None:
-            self._pool.give(*(part.buffer for part in parts))
-            self._finalize(iteration, "", in_background=True)
+        errors: list[str] = []
 
-        return AsyncRequest(self._writer(parts), (), [finalize])
+        def files() -> list[ReadyFile]:
+            return [
+                ReadyFile(self._place_of(each.id), each.buffer, each.size)
+                for each in self._replicate(part, errors)
+            ]
 
-    def _agree_on(self, state: TensorAwareStateDict, ckpt_id: CkptID) -> StagedSave:
-        """Copy the state; return when all ranks have."""
+        if self.repl_strategy is None or self.repl_strategy.works_in_background:
+            future = self._exchanges.submit(files)
+        else:
+            future = Future()
+            future.set_result(files())
+        writes = ReadyWrites(future, self._pool, errors.append)
+        return AsyncRequest(writes, (), [partial(self._finalize, iteration, errors, in_background=True)])
+
+    def _agree_on(self, state: TensorAwareStateDict, ckpt_id: CkptID) -> Part:
+        """Copy the state; return the copy when all ranks have made theirs."""
         staged, cause, room = None, None, None
         try:
             room = self._room()
@@ -328,29 +342,27 @@ class BaseCheckpointManager(ABC):
                 f"Local checkpoint of iteration {ckpt_id.iteration} was not saved: {_reasons(errors)}."
             ) from cause
         digests = "".join(each.digest for each in everybody)
-        return StagedSave(staged, f"{checksum(digests.encode()):016x}")
+        return staged.seal(self.world_size, f"{checksum(digests.encode()):016x}")
 
-    def _replicate(self, agreed: StagedSave, iteration: int) -> list[Part]:
-        part = agreed.part.seal(self.world_size, agreed.save_id)
+    def _replicate(self, part: Part, errors: list[str], *, go_on: bool = True) -> list[Part]:
+        """Exchange parts; with an error this rank has its own only, which is worth keeping all the same.
+
+        Args:
+            go_on: even if a rank is missing; else nothing more is waited for.
+        """
         if self.repl_strategy is None:
             return [part]
-        parts, cause = [part], None
         try:
-            parts = self.repl_strategy.replicate_part(part, self._pool)
-        except ExchangeError:
-            raise
-        except Exception as failed:  # whatever it is: the others wait to hear of it
-            cause = failed
-        errors = _errors(all_ranks(self._timeout).gather(_text_of(cause) if cause else ""))
-        if errors:
-            raise CheckpointingException(
-                f"Local checkpoint of iteration {iteration} was not copied to others: {_reasons(errors)}."
-            ) from cause
-        return parts
+            return self.repl_strategy.replicate_part(part, self._pool)
+        except Exception as failed:  # whatever it is: the others hear of it when the save is finalized
+            if isinstance(failed, ExchangeError) and not go_on:
+                raise
+            errors.append(_text_of(failed))
+            return [part]
 
-    def _finalize(self, iteration: int, error: str, *, in_background: bool) -> None:
+    def _finalize(self, iteration: int, own_errors: Sequence[str], *, in_background: bool) -> None:
         """Look whether all ranks have written, then remove what is older, or what is of no use."""
-        errors = _errors(all_ranks(self._timeout).gather(error))
+        errors = _errors(all_ranks(self._timeout).gather("; ".join(own_errors)))
         self._look()
         own = self._whole()
         validated = max((save.iteration for save in own if save.iteration <= iteration), default=-1)
@@ -372,13 +384,6 @@ class BaseCheckpointManager(ABC):
             )
         kept = sorted({save.iteration for save in own if save.iteration <= iteration})[-self._keep :]
         later(partial(self._cleanup, kept[0]))
-
-
-class StagedSave(NamedTuple):
-    """A copy that all ranks have made."""
-
-    part: StagedPart
-    save_id: str
 
 
 def _now(work: Callable[[], None]) -> None:

@@ -7,10 +7,9 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from nvrx_slurm.checkpointing.local.ckpt_managers.base_manager import BaseCheckpointManager
@@ -137,8 +136,8 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _save(self, part: Part, ckpt_id: CkptID) -> None:
         write_part(part, self._local_ckpt_path_from_id(ckpt_id))
 
-    def _writer(self, parts: Sequence[Part]) -> Callable[[], None]:
-        return partial(write_parts, [(part, self._local_ckpt_path_from_id(part.id)) for part in parts])
+    def _place_of(self, ckpt_id: CkptID) -> Path:
+        return self._local_ckpt_path_from_id(ckpt_id)
 
     def _room(self) -> Room:
         return look_at(self.local_ckpt_dir, self._pool.spare)
@@ -170,17 +169,6 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
                     if parse_part_name(entry.name) and _is_own_file(entry):
                         yield Path(entry.path)
-
-
-def write_parts(parts: Sequence[tuple[Part, Path]]) -> None:
-    """Write each part to its path. Runs in any process of this machine.
-
-    Raises:
-        SameMachineReplicationException: another process is writing the same file.
-        OSError: one can't be written; those before it are.
-    """
-    for part, path in parts:
-        write_part(part, path)
 
 
 def write_part(part: Part, path: Path) -> None:

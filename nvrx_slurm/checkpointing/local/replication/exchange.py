@@ -37,6 +37,11 @@ class Exchange:
             self._device = torch.device(torch.accelerator.current_accelerator().type)
         self._attendance = Attendance(self._ranks, group)
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it needs no other device."""
+        return bool(self._device.type == "cpu")
+
     def gather(self, value: Any) -> list[Any]:
         """Return the value of each member, in the order of the group.
 

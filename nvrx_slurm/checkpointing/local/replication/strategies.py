@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict
-from nvrx_slurm.checkpointing.local.buffers import Buffer, BufferPool
+from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
 from nvrx_slurm.checkpointing.local.errors import NoReplicasAvailableError
 from nvrx_slurm.checkpointing.local.ids import CkptID
 from nvrx_slurm.checkpointing.local.part import Part, stage, state_of, verified
@@ -50,6 +50,11 @@ class ReplicationStrategy(ABC):
     @abstractmethod
     def members(self) -> list[int]:
         """The ranks whose parts this rank keeps, its own among them."""
+
+    @property
+    def works_in_background(self) -> bool:
+        """Whether a thread may call ``replicate_part`` while another one trains."""
+        return False
 
     @abstractmethod
     def replicate_part(self, part: Part, pool: BufferPool) -> list[Part]:
@@ -154,6 +159,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def members(self) -> list[int]:
         return self.local_group.ranks
 
+    @property
+    def works_in_background(self) -> bool:
+        """With gloo. Transfers of NCCL must come in one order with those of training."""
+        return self.local_group.exchange.is_on_host
+
     def replicate_part(self, part: Part, pool: BufferPool) -> list[Part]:
         """
         Raises:
@@ -231,6 +241,10 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy):
     def members(self) -> list[int]:
         return self._strategy.members()
 
+    @property
+    def works_in_background(self) -> bool:
+        return self._strategy.works_in_background
+
     def replicate_part(self, part: Part, pool: BufferPool) -> list[Part]:
         return self._strategy.replicate_part(part, pool)
 
@@ -281,7 +295,7 @@ class _Room:
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
-        self.buffers: list[Buffer] = []
+        self.buffers: list[SharedBuffer] = []
 
     def make(self, size: int) -> torch.Tensor:
         buffer = self._pool.take(size)
