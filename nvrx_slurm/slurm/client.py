@@ -219,9 +219,27 @@ class ScontrolClient:
             "SLURM_TIME_FORMAT": "%s",
         }
         self._run = run or functools.partial(_run, timeout_s=timeout_s)
+        self._exact_ids: dict[str, str] = {}
 
     def job(self, job_id: str) -> Job:
-        return parse_job(self._scontrol("show", "job", job_id), job_id)
+        return parse_job(self._show_job(job_id), job_id)
+
+    def _show_job(self, job_id: str) -> str:
+        told = self._scontrol("show", "job", job_id)
+        self._exact_ids[job_id] = exact_job_id(told, job_id)
+        return told
+
+    def _exactly(self, job_id: str) -> str:
+        """Return what means this job alone.
+
+        The id of one task of an array is that of the array, too: an order for it is one for all of them.
+        """
+        if job_id not in self._exact_ids:
+            try:
+                self._show_job(job_id)
+            except UnknownJobError as error:
+                raise SlurmRefusedError(str(error)) from error
+        return self._exact_ids[job_id]
 
     def node(self, node: str) -> Node:
         fields = parse_fields(self._scontrol("show", "node", node))
@@ -238,16 +256,17 @@ class ScontrolClient:
         return parse_config(self._scontrol("show", "config"))
 
     def requeue(self, job_id: str) -> None:
-        self._order("requeue", job_id)
+        self._order("requeue", self._exactly(job_id))
 
     def requeue_hold(self, job_id: str) -> None:
-        self._order("requeuehold", job_id)
+        self._order("requeuehold", self._exactly(job_id))
 
     def update_job(self, job_id: str, **fields: str) -> None:
+        job_id = self._exactly(job_id)
         self._order("update", f"JobId={job_id}", *(f"{name}={value}" for name, value in fields.items()))
 
     def release(self, job_id: str) -> None:
-        self._order("release", job_id)
+        self._order("release", self._exactly(job_id))
 
     def _order(self, *arguments: str) -> None:
         done = self._call(["scontrol", *arguments])
@@ -302,6 +321,32 @@ def parse_fields(line: str) -> dict[str, str]:
     return fields
 
 
+def full_job_id(fields: Mapping[str, str]) -> str:
+    """Return a job's id as Slurm shows it: ``41``, ``41_2`` of an array, ``41_[1-3%1]`` while that waits."""
+    array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId", "")
+    if array is None or not task:
+        return fields["JobId"]
+    return f"{array}_{task}" if task.isdecimal() else f"{array}_[{task}]"
+
+
+def exact_job_id(text: str, job_id: str) -> str:
+    """Read ``scontrol -o show job``; return the id that means ``job_id`` and no other task of its array.
+
+    Raises:
+        UnknownJobError: the text does not hold the job.
+    """
+    return full_job_id(_job_fields(text, job_id))
+
+
+def _job_fields(text: str, job_id: str) -> dict[str, str]:
+    # Asked about the first task of a job array, or the leader of a heterogeneous job, Slurm tells of all.
+    line = next((line for line in text.splitlines() if line.startswith(f"JobId={job_id} ")), None)
+    if line is None:
+        raise UnknownJobError(f"Slurm does not know job {job_id}")
+    # The name may hold anything, also what looks like fields; it is the only free text before what we need.
+    return parse_fields(_JOB_NAME.sub(" ", line, count=1))
+
+
 def parse_job(text: str, job_id: str) -> Job:
     """Read ``scontrol -o show job``.
 
@@ -309,12 +354,7 @@ def parse_job(text: str, job_id: str) -> Job:
         UnknownJobError: the text does not hold the job.
         HostlistError: the node list cannot be read.
     """
-    # Asked about the first task of a job array, or the leader of a heterogeneous job, Slurm tells of all.
-    line = next((line for line in text.splitlines() if line.startswith(f"JobId={job_id} ")), None)
-    if line is None:
-        raise UnknownJobError(f"Slurm does not know job {job_id}")
-    # The name may hold anything, also what looks like fields; it is the only free text before what we need.
-    fields = parse_fields(_JOB_NAME.sub(" ", line, count=1))
+    fields = _job_fields(text, job_id)
 
     def present(name: str) -> str | None:
         value = fields.get(name, "")

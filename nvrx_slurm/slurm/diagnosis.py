@@ -18,6 +18,7 @@ from nvrx_slurm.slurm.client import (
     ScontrolClient,
     SlurmUnavailableError,
     UnknownJobError,
+    full_job_id,
     parse_fields,
 )
 from nvrx_slurm.slurm.hostlist import expand_hostlist
@@ -211,7 +212,7 @@ def _queued_job(line: str) -> QueuedJob:
     exit_code, _, exit_signal = fields.get("ExitCode", "").partition(":")
     work_dir = present("WorkDir")
     return QueuedJob(
-        job_id=_full_id(fields),
+        job_id=full_job_id(fields),
         name=name.group().removeprefix(" JobName=") if name else "",
         user=present("UserId").partition("(")[0],
         state=fields.get("JobState", "UNKNOWN"),
@@ -239,13 +240,6 @@ def _queued_job(line: str) -> QueuedJob:
         array="ArrayJobId" in fields,
         heterogeneous="HetJobId" in fields,
     )
-
-
-def _full_id(fields: Mapping[str, str]) -> str:
-    array, task = fields.get("ArrayJobId"), fields.get("ArrayTaskId", "")
-    if array is None or not task:
-        return fields["JobId"]
-    return f"{array}_{task}" if task.isdecimal() else f"{array}_[{task}]"
 
 
 def _leading_number(text: str) -> int | None:

@@ -59,6 +59,7 @@ def test_what_is_asked_of_slurm() -> None:
     commands = FakeSlurmCommands(
         {
             "scontrol -o show nodes": NODES,
+            "scontrol -o show job 7": "JobId=7 ArrayJobId=7 ArrayTaskId=3 JobName=x\n",
             "scontrol": "",
             "squeue -h -w n1 -u 1001": "5 RUNNING\n6 COMPLETING\n",
         }
@@ -69,11 +70,12 @@ def test_what_is_asked_of_slurm() -> None:
     admin.start_elsewhere("7")
     assert admin.jobs_of(1001, "n1") == [JobOnNode(5, completing=False), JobOnNode(6, completing=True)]
     assert len(admin.node_records()) == 3
-    assert commands.asked[:4] == [
+    assert commands.asked[:5] == [
         f"scontrol update NodeName=n1 State=DRAIN Reason={OURS}",
         "scontrol update NodeName=n1 State=RESUME",
-        "scontrol requeue 7",
-        "scontrol update JobId=7 StartTime=now+10",
+        "scontrol -o show job 7",
+        "scontrol requeue 7_3",
+        "scontrol update JobId=7_3 StartTime=now+10",
     ]
 
 

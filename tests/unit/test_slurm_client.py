@@ -227,12 +227,13 @@ def test_slurm_that_cannot_be_asked_is_neither_gone_nor_healthy(
 
 
 def test_orders_are_given_as_arguments() -> None:
-    tool = Tool()
+    tool = Tool("JobId=7 JobName=x UserId=bob(1000) GroupId=bob(1000)\n")
     orders = client(tool)
     orders.requeue_hold("7")
     orders.update_job("7", ExcNodeList="n[1-2]", StartTime="now+15")
     orders.release("7")
     assert [argv for argv, _ in tool.calls] == [
+        ["scontrol", "-o", "show", "job", "7"],
         ["scontrol", "requeuehold", "7"],
         ["scontrol", "update", "JobId=7", "ExcNodeList=n[1-2]", "StartTime=now+15"],
         ["scontrol", "release", "7"],
@@ -240,9 +241,33 @@ def test_orders_are_given_as_arguments() -> None:
 
 
 def test_an_order_that_slurm_refuses_says_so_in_slurms_words() -> None:
-    tool = Tool(stderr="Access/permission denied for job 7\n", code=1)
+    orders = client(Tool("JobId=7 JobName=x UserId=bob(1000) GroupId=bob(1000)\n"))
+    orders.job("7")
+    orders._run = Tool(stderr="Access/permission denied for job 7\n", code=1)
     with pytest.raises(SlurmRefusedError, match="permission denied"):
-        client(tool).release("7")
+        orders.release("7")
+
+
+def test_an_order_for_one_task_of_an_array_is_none_for_the_others() -> None:
+    """The id of the task that began last is the array's own: Slurm would requeue every task."""
+    tool = Tool((DATA / "22.05" / "job_array.txt").read_text())
+    orders = client(tool)
+    for job_id in ("2", "6"):
+        orders.requeue(job_id)
+        orders.update_job(job_id, StartTime="now+15")
+    assert [argv[1:3] for argv, _ in tool.calls if argv[1] != "-o"] == [
+        ["requeue", "2_2"],
+        ["update", "JobId=2_2"],
+        ["requeue", "2_1"],
+        ["update", "JobId=2_1"],
+    ]
+
+
+def test_a_job_that_slurm_does_not_know_gets_no_order() -> None:
+    tool = Tool(stderr="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    with pytest.raises(SlurmRefusedError, match="does not know job 7"):
+        client(tool).requeue("7")
+    assert len(tool.calls) == 1
 
 
 def test_a_real_command_that_hangs_or_is_missing_is_unavailable(tmp_path: Path) -> None:
