@@ -103,6 +103,51 @@ def test_lockups_and_hung_tasks_are_found_in_the_kernel_log(node: Node) -> None:
     assert [s for s, _, _ in told("kernel-trouble", node)] == ["fail", "warn"]
 
 
+BROKEN_KERNEL = [
+    "BUG: unable to handle page fault for address: ffffc90000000000",
+    "Oops: 0000 [#1] PREEMPT SMP NOPTI",
+    "Oops: Oops: 0002 [#3] SMP",
+    "general protection fault, probably for non-canonical address 0xdead: 0000 [#1] SMP",
+    "NMI watchdog: Watchdog detected hard LOCKUP on cpu 12",
+    "watchdog: CPU3: Watchdog detected hard LOCKUP on cpu 3",
+    "watchdog: CPU 8 self-detected hard LOCKUP @ queued_spin_lock_slowpath",
+]
+FORGED = [
+    *BROKEN_KERNEL,
+    "Oops: ",
+    "NVRM: Xid (PCI:0000:3b:00): 79, pid=1",
+    "watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python3:4711]",
+    "rcu: INFO: rcu_sched self-detected stall on CPU",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN_KERNEL)
+def test_a_kernel_that_has_crashed_fails_at_once(node: Node, text: str) -> None:
+    log_of(node).say(text)
+    assert status("kernel-trouble", node) == "fail"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        # {name}: 15 characters that a program may give itself; {path}: anything.
+        "{name}[4711]: segfault at 0 ip 00007f sp 00007f error 4 in {path}[167ad8,7fbd66ab6000+156000]",
+        "{name}: page allocation failure: order:5, mode:0x40dc0(GFP_KERNEL|__GFP_COMP|__GFP_ZERO)",
+        "{name} invoked oom-killer: gfp_mask=0x140cca, order=0, oom_score_adj=0",
+        "traps: {name}[4711] general protection fault ip:7f sp:7f error:0 in {path}[7f+1000]",
+        "overlayfs: failed to resolve '{path}': -2",
+        "process '{path}' launched '/bin/sh' with NULL argv: empty string added",
+    ],
+)
+@pytest.mark.parametrize("words", FORGED)
+def test_what_a_program_calls_itself_or_its_files_is_no_trouble_of_the_kernel(
+    node: Node, words: str, message: str
+) -> None:
+    for _ in range(3):
+        log_of(node).say(message.format(name=words[:15], path=words))
+    assert (status("kernel-trouble", node), status("gpu-xid", node)) == ("ok", "ok")
+
+
 def test_an_oops_fails_at_once(node: Node) -> None:
     log_of(node).say("BUG: unable to handle page fault for address: ffffc90000000000")
     assert status("kernel-trouble", node) == "fail"

@@ -13,7 +13,13 @@ from nvrx_slurm.health.result import Action, CheckResult, fail, ok, warn
 from nvrx_slurm.health.stage import EVERY_STAGE
 
 _SIGNAL = "/dev/kmsg"
-_BROKEN = re.compile(r"^(BUG: unable to handle|Oops: |general protection fault|.*watchdog: .*hard LOCKUP)")
+# The kernel tells of programs, too, and begins with their names, which are any 15 characters; paths of users
+# stand further behind. So each pattern is longer than a name from the beginning of the line on.
+_BROKEN = re.compile(
+    r"^(BUG: unable to handle|Oops: (Oops: )?[0-9a-f]{4,16} \[#\d+\] [A-Z]|general protection fault"
+    r"|(NMI )?watchdog: (CPU\d+: )?Watchdog detected hard LOCKUP on cpu \d"
+    r"|watchdog: CPU \d+ ((self-)?detected )?[hH]ard LOCKUP)"
+)
 _LOCKUP = re.compile(r"^(watchdog: )?BUG: soft lockup - CPU#\d+ stuck|^rcu: INFO: \S+ self-detected stall")
 _HUNG = re.compile(r"^INFO: task \S+ blocked for more than \d+ seconds")
 
