@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ class _Group(click.Group):
     def main(
         self, args: Sequence[str] | None = None, *_: Any, standalone_mode: bool = True, **extra: Any
     ) -> Any:
+        # Where a caller has it ignored, that is inherited, and nobody can wait for a child.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             code = super().main(args, standalone_mode=False, **extra)
         except click.exceptions.Abort:

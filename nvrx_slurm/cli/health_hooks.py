@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -52,8 +53,18 @@ def hook(stage: str, limit: float, config_path: Path | None, state_dir: Path | N
     except ContextError as error:
         raise Refused(str(error)) from error
     node = make_node(stage, config, state_dir, context.job)
-    run = Hook(context, node, checks, config, _admin(config), lambda text: click.echo(text, err=True), limit)
-    return run.run().value
+    return Hook(context, node, checks, config, _admin(config), _say, limit).run().value
+
+
+def _say(text: str) -> None:
+    """Write one line of the log, whatever users call their files and processes.
+
+    A disk that is full must not end a hook: unbuffered, nothing is left to fail when the interpreter ends.
+    """
+    from nvrx_slurm.health.text import printable
+
+    with contextlib.suppress(OSError):
+        os.write(2, f"{printable(text)}\n".encode())
 
 
 def _admin(config: HealthConfig) -> ScontrolAdmin:

@@ -18,7 +18,8 @@ _WORST_FIRST = (Status.FAIL, Status.WARN, Status.OK, Status.SKIP)
 _PROM_VALUES = {Status.OK: 0, Status.WARN: 1, Status.FAIL: 2, Status.SKIP: 3}
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Return one line, without what a terminal or a log would obey."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -27,7 +28,7 @@ def line(result: CheckResult) -> str:
     scope = "" if result.scope == NODE else f" {result.scope}"
     signal = f" [{result.signal}]" if result.signal else ""
     remedy = f"; do: {result.remedy}" if result.remedy else ""
-    return _printable(
+    return printable(
         f"{result.status.value.upper()} {result.check}{scope}: {result.evidence}{signal}{remedy}"
     )
 
@@ -72,7 +73,7 @@ def table(report: HealthReport) -> Table:
         scope = "" if result.scope == NODE else result.scope
         cells = (result.check, scope, result.evidence, result.remedy)
         style = _STYLES[result.status]
-        made.add_row(Text(result.status.value, style), *(Text(_printable(cell)) for cell in cells))
+        made.add_row(Text(result.status.value, style), *(Text(printable(cell)) for cell in cells))
     return made
 
 
@@ -103,7 +104,7 @@ def prometheus(report: HealthReport) -> str:
 
 
 def _label(text: str) -> str:
-    return _printable(text).replace("\\", "\\\\").replace('"', '\\"')
+    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def write_prometheus(report: HealthReport, path: Path) -> None:

@@ -8,6 +8,7 @@ own rights: the kernel sees to it that nobody else's is touched.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -19,12 +20,15 @@ from pathlib import Path
 import msgspec
 
 from nvrx_slurm.health.isolation import call_isolated
+from nvrx_slurm.health.text import printable
 
 _SHM = Path("/dev/shm")
 _NOBODY = 65534
 _TERM_S = 1.0
 _KILL_S = 1.0
 _CLEANING_S = 6.0
+_MOST_ENTRIES = 100_000
+"""A user may leave any number; the rest is left to the next epilog."""
 _FILE_KINDS = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISFIFO, stat.S_ISSOCK, stat.S_ISLNK)
 
 
@@ -90,22 +94,22 @@ def _started(entry: Path) -> int:
 def _files(uid: int, shm: Path) -> list[LeftFile]:
     files = []
     with contextlib.suppress(OSError), os.scandir(shm) as entries:
-        for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            if status.st_uid == uid and any(kind(status.st_mode) for kind in _FILE_KINDS):
-                files.append(LeftFile(entry.path, status.st_dev, status.st_ino))
+        for entry in itertools.islice(entries, _MOST_ENTRIES):
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == uid and any(kind(status.st_mode) for kind in _FILE_KINDS):
+                    files.append(LeftFile(entry.path, status.st_dev, status.st_ino))
     return sorted(files, key=lambda file: file.path)
 
 
 def clean(leftovers: Leftovers, uid: int) -> str:
     """End the processes and remove the files, with the rights of ``uid``; return what remains, or why."""
-    answer = call_isolated({"clean": lambda: _clean_as(leftovers, uid)}, _CLEANING_S, Leftovers)["clean"]
-    if answer.value is None:
-        return answer.trouble
-    return f"still there: {answer.value}" if answer.value else ""
+    answer = call_isolated({"clean": lambda: _clean_as(leftovers, uid)}, _CLEANING_S, str)["clean"]
+    return f"still there: {answer.value}" if answer.value else answer.trouble
 
 
-def _clean_as(leftovers: Leftovers, uid: int) -> Leftovers:
+def _clean_as(leftovers: Leftovers, uid: int) -> str:
+    """Return what remains."""
     os.setgroups([])
     os.setresgid(_NOBODY, _NOBODY, _NOBODY)
     os.setresuid(uid, uid, uid)
@@ -113,7 +117,8 @@ def _clean_as(leftovers: Leftovers, uid: int) -> Leftovers:
     for file in leftovers.files:
         if _is_there(file):
             _remove(file.path)
-    return Leftovers(processes, tuple(file for file in leftovers.files if _is_there(file)))
+    # Names of files are any bytes.
+    return printable(str(Leftovers(processes, tuple(file for file in leftovers.files if _is_there(file)))))
 
 
 def _end(processes: tuple[LeftProcess, ...]) -> tuple[LeftProcess, ...]:

@@ -60,7 +60,11 @@ class Hook:
         """Do everything; return how the script shall end."""
         stage = self.node.stage
         if stage is Stage.EPILOG:
-            self._clean_up()
+            try:
+                self._clean_up()
+            except Exception as error:
+                # What a user leaves must not keep the node from being looked at.
+                self.say(f"not cleaned up: {type(error).__name__}: {error}")
         if self.context.accusation:
             self.say(f"job {self.context.job.job_id} accuses this node: {self.context.accusation}")
         budget_s = self.config.budget_s

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nvrx_slurm.health.reasons import Reason
+from nvrx_slurm.health.text import printable
 from nvrx_slurm.hooks.brake import our_reason
 from nvrx_slurm.slurm.administration import ExcludingJob, NodeRecord
 
@@ -77,8 +78,7 @@ def table(found: Sequence[OutOfService], now: float | None = None) -> Table:
 
 def _cells(entry: OutOfService, now: float | None) -> tuple[str, ...]:
     age = "" if entry.since is None else _age((time.time() if now is None else now) - entry.since)
-    printable = "".join(c if c.isprintable() else " " for c in entry.reason)
-    return entry.node, entry.state, age, entry.who, printable or "(no reason)"
+    return entry.node, entry.state, age, entry.who, printable(entry.reason) or "(no reason)"
 
 
 def _age(seconds: float) -> str:

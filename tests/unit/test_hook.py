@@ -243,6 +243,18 @@ def test_nothing_is_cleaned_up_where_slurm_does_not_say_who_has_jobs(world: Worl
     assert "not cleaned up, Slurm could not be asked" in world.said[0]
 
 
+def test_a_clean_up_that_breaks_keeps_no_node_from_being_looked_at(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(uid: int) -> Leftovers:
+        raise ValueError("nobody has thought of that")
+
+    monkeypatch.setattr(hook_module, "find_leftovers", find)
+    world.fan = BROKEN
+    assert world.run(Stage.EPILOG) is ExitCode.NODE_FAILED
+    assert world.said[0] == "not cleaned up: ValueError: nobody has thought of that"
+
+
 @pytest.mark.parametrize("stage", [Stage.PROLOG, Stage.PERIODIC])
 def test_only_an_epilog_cleans_up(world: World, left: list[int], stage: Stage) -> None:
     world.run(stage)

@@ -144,6 +144,24 @@ def test_a_command_that_takes_too_long_is_ended_and_passes(tmp_path: Path) -> No
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_command_that_cannot_be_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """The kernel may hold it, and with it who waits for it: here that one is stopped."""
+    site = Site(tmp_path, limit_s=1)
+    site.command(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -STOP $PPID\nexec sleep 600\n")
+    comment = "x" * 100_000
+    done = site.run(**SLURMD, SLURM_JOB_COMMENT=comment, SLURM_JOB_EXTRA=comment)
+    os.kill(int((tmp_path / "pid").read_text()), 9)
+    assert done.returncode == 0
+    assert "it was killed, or took more than 1 s and did not end" in done.stderr
+
+
+def test_a_link_into_a_file_system_that_is_gone_is_not_followed_by_the_script(site: Site) -> None:
+    (site.prefix / "bin" / "nvrx-health").symlink_to("/nowhere/bin/nvrx-health")
+    done = site.run(**SLURMD)
+    assert done.returncode == 0
+    assert done.stderr.endswith(f"passes: {site.prefix}/bin/nvrx-health ended with code 127\n")
+
+
 def test_what_a_check_has_left_running_does_not_hold_up_slurmd(site: Site) -> None:
     """slurmd reads the hook's output to its end: a process stuck in the kernel must not have it open."""
     site.command(f"#!/bin/sh\nsleep 60 &\necho $! > '{site.prefix}/pid'\nexit 17\n")

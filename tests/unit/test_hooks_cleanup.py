@@ -90,6 +90,19 @@ def test_the_users_files_are_removed_and_others_stay(shm: Path) -> None:
     assert not mine.exists()
 
 
+ODD_NAME = os.fsdecode(b"\xff\nnvrx-health: node n9 drained \x1b[31m")
+
+
+def test_a_file_may_have_any_name(shm: Path) -> None:
+    path = _file(shm / ODD_NAME, UID)
+    assert clean(find_leftovers(UID, shm=shm), UID) == ""
+    assert not path.exists()
+    other = _file(shm / ODD_NAME, OTHER)
+    said = clean(find_leftovers(OTHER, shm=shm), UID)
+    assert said == f"still there: 1 files: {shm}/  nvrx-health: node n9 drained  [31m"
+    assert other.exists()
+
+
 def test_what_came_after_the_question_belongs_to_somebody_else(people: People, shm: Path) -> None:
     path = _file(shm / "segment", UID)
     left = find_leftovers(UID, shm=shm)
