@@ -132,6 +132,7 @@ def _case(
         trained=progress.trained,
         checkpoint_advanced=saved is not None and (loaded is None or saved > loaded),
         exclude=excluded,
+        max_restarts=evidence.max_restarts,
         certain=choice.tier not in (Tier.UNVERIFIED, Tier.CANCELLED_STEP),
     )
 
@@ -306,7 +307,8 @@ def _attempt(
 def _scope(family: Family, flight: FlightReport | None, choice: Choice) -> Scope:
     if flight is None or choice.tier > Tier.SYMPTOM:
         return family.scope
-    scopes = {_FLIGHT_SCOPES[c.kind] for c in flight.culprits if c.kind in _FLIGHT_SCOPES}
+    surely = [culprit for culprit in flight.culprits if not culprit.is_suspicion]
+    scopes = {_FLIGHT_SCOPES[c.kind] for c in surely if c.kind in _FLIGHT_SCOPES}
     if len(scopes) == 1:
         return scopes.pop()
     return Scope.NETWORK if flight.fabric else family.scope

@@ -149,8 +149,8 @@ def _of_flight(flight: FlightReport) -> list[Culprit]:
             _reasons(found),
             found.node,
             found.rank,
-            Exclude.REPEAT if found.kind in _EXCLUDING_CLASSES else Exclude.NO,
-            by_traces=True,
+            Exclude.REPEAT if found.kind in _EXCLUDING_CLASSES and not found.is_suspicion else Exclude.NO,
+            by_traces=not found.is_suspicion,
         )
         for found in flight.culprits
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import sys
@@ -24,7 +25,7 @@ from nvrx_slurm.attribution.culprits import Culprit
 from nvrx_slurm.attribution.from_journal import NoSuchCycleError, cycle_evidence, earlier_attempts
 from nvrx_slurm.attribution.history import append_history
 from nvrx_slurm.attribution.logs.rules import RulesError, load_rules
-from nvrx_slurm.attribution.policy import Action, PolicyConfig, PolicyError, load_policy
+from nvrx_slurm.attribution.policy import Action, PolicyConfig, PolicyError, load_policy, with_jitter
 from nvrx_slurm.attribution.verdict import Attribution
 from nvrx_slurm.journal import CycleAttributed, Implicated, JournalError, read_journal
 from nvrx_slurm.whole_file import replace_file
@@ -75,10 +76,13 @@ def attribute_ended_cycle(run_dir: Path, cycle: int) -> CycleAttributed:
     append_history(run_dir, as_attempt(result, evidence.seconds))
     document = run_dir / "cycles" / str(cycle) / DOCUMENT
     _write(document, json.dumps(result.document(), indent=2).encode())
-    return brief(result, run_dir, str(document.relative_to(run_dir)), time.monotonic() - began)
+    seconds, delay_s = time.monotonic() - began, with_jitter(result.decision, config, random.Random())
+    return brief(result, run_dir, str(document.relative_to(run_dir)), seconds, delay_s)
 
 
-def brief(result: Attribution, run_dir: Path, file: str = "", seconds: float = 0.0) -> CycleAttributed:
+def brief(
+    result: Attribution, run_dir: Path, file: str = "", seconds: float = 0.0, delay_s: float = 0.0
+) -> CycleAttributed:
     """Return what a journal holds of a verdict.
 
     Its nodes to exclude are those of the decision that are implicated by what no program can print: traces, a
@@ -103,6 +107,7 @@ def brief(result: Attribution, run_dir: Path, file: str = "", seconds: float = 0
         exclude=exclude,
         file=file,
         seconds=round(seconds, 3),
+        delay_s=round(delay_s, 1),
     )
 
 

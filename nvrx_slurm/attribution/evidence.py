@@ -72,3 +72,5 @@ class CycleEvidence:
     """Whether a first step was seen; None when nobody was to tell."""
     seconds: float | None = None
     """How long the cycle ran."""
+    max_restarts: int | None = None
+    """How many restarts the job allows itself."""

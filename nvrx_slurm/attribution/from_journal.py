@@ -104,6 +104,9 @@ def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None =
         saved_step=max((e.step for e in events if isinstance(e, CheckpointSaved)), default=None),
         trained=trained if monitored or trained else None,
         seconds=mine[-1].ts - started[0].ts if started else None,
+        max_restarts=next(
+            (r.event.max_restarts for r in reversed(records) if isinstance(r.event, JobStarted)), None
+        ),
     )
 
 

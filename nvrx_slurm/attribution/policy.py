@@ -43,14 +43,14 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     startup_failures: int = 3
     startup_s: float = 120.0
     """An attempt that ends sooner, without any progress, has not come to train."""
-    max_restarts: int = 10
+    max_restarts: int | None = None
+    """Over all requeues; None: as many as the job itself allows, else 10."""
     max_restarts_per_hour: int = 4
     infra_restarts: int = 10
     """Restarts with exclusion: they do not use up the budget above."""
     backoff_s: float = 30.0
     backoff_max_s: float = 900.0
     jitter: float = 0.2
-    hold_max_s: float = 24 * 3600.0
     on_time_limit: str = "continue"
     """``continue`` where a checkpoint advanced in the attempt, or ``stop``."""
     implications: int = 2
@@ -58,6 +58,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NO_HISTORY = Counts()
+_MAX_RESTARTS = 10
 
 
 class PolicyError(ValueError):
@@ -76,6 +77,8 @@ class Case:
     checkpoint_advanced: bool = False
     exclude: tuple[str, ...] = ()
     """Nodes that trusted evidence implicates strongly enough."""
+    max_restarts: int | None = None
+    """What the job itself allows, if that is known."""
     certain: bool = True
     """The cause is more than an unverified text."""
 
@@ -165,7 +168,7 @@ def _deterministic(case: Case, config: PolicyConfig) -> Decision | None:
 def _hold(case: Case, config: PolicyConfig) -> Decision | None:
     if case.family.id not in ("storage.no_space", "storage.quota"):
         return None
-    why = f"{case.family.says}: held until there is room, {config.hold_max_s / 3600:g} h at most"
+    why = f"{case.family.says}: held until there is room"
     return Decision(Action.HOLD, "5-hold", why, rejected="restart: it would fill up again")
 
 
@@ -197,7 +200,8 @@ def _no_checkpoint(case: Case, config: PolicyConfig) -> Decision | None:
 
 
 def _budget(case: Case, config: PolicyConfig) -> Decision | None:
-    if case.counts.counted >= config.max_restarts:
+    bounds = [most for most in (config.max_restarts, case.max_restarts) if most is not None]
+    if case.counts.counted >= min(bounds, default=_MAX_RESTARTS):
         return _stop("9-budget", f"{case.counts.counted} restarts are used up")
     if case.counts.last_hour >= config.max_restarts_per_hour:
         why = f"{case.counts.last_hour} restarts within the last hour: the next one waits"

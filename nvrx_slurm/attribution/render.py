@@ -54,12 +54,9 @@ def render_flight(report: FlightReport) -> Group:
             group = found.description or found.group or "the default group"
             what = f"{found.op or 'last operation'} {found.sequence} of {group}; {behind}"
             parts.append(_line("", what + (f"; {found.frame}" if found.frame else "")))
-    if not report.culprits:
-        parts.append(
-            _line(
-                "culprit", report.fabric or "none found: the ranks are not behind each other", "bold yellow"
-            )
-        )
+    nobody = "none found: the ranks are not behind each other"
+    if report.fabric or not report.culprits:
+        parts.insert(0, _line("culprit", report.fabric or nobody, "bold yellow"))
     parts += [_line("mismatch", f"ranks {ranks_text(m.ranks)}: {m.what}") for m in report.mismatches]
     if report.victims:
         parts.append(_line("victims", f"ranks {ranks_text(report.victims)} waited", "dim"))

@@ -57,8 +57,12 @@ class Allocation:
         """Call ``near`` with the words for it when the job's time is almost over."""
         await watch_time_limit(self._spec.ends, self._spec.time_limit_margin_s, self._ask, near)
 
-    def requeue(self, proven_bad: Collection[str]) -> AnyEvent:
-        """Have Slurm start the job again without the bad nodes; return what to record. It ends us then."""
+    def requeue(self, proven_bad: Collection[str], held: str = "") -> AnyEvent:
+        """Have Slurm start the job again without the bad nodes; return what to record. It ends us then.
+
+        Args:
+            held: why Slurm is to hold it until somebody releases it; empty: it starts by itself.
+        """
         spec = self._spec
         if spec.slurm is None:
             return journal.NotRequeued(
@@ -66,7 +70,7 @@ class Allocation:
             )
         excluded = self._excluded | set(proven_bad)
         without = nodes_to_exclude(excluded, self._lost, spec.policy.nodes, spec.host, self._say)
-        return start_again(spec.slurm, spec.job_id, without)
+        return start_again(spec.slurm, spec.job_id, without, held=held)
 
     async def _ask(self) -> Job:
         if self._spec.slurm is None:

@@ -23,9 +23,11 @@ _LAST_S = 10.0
 """At the end of a job that has failed: for what has not been attributed by then."""
 _TRACES_S = 6.0
 """A little longer than agents take to write the traces of a hang."""
-_USELESS = frozenset({"4-deterministic", "7-repeated", "10-startup"})
-"""Rules of the policy that say of the cause itself that it comes again. What is left of budgets, and whether
-checkpoints are saved, the Coordinator counts by the user's own options."""
+_USELESS = frozenset(
+    {"4-deterministic", "6-exclude", "7-repeated", "8-no-checkpoint", "9-budget", "10-startup"}
+)
+"""Rules of the policy by which a job may be ended. Not those that say how Slurm ended it."""
+_RESTARTS = ("restart", "restart_exclude")
 _COUNTED = frozenset({"slurm.node_fail", "host.sigkill", "host.segfault", "host.sigbus", "host.abort"})
 """Families whose nodes it counts by them, too: a lost node may come back, a signal be the program's fault."""
 _decoder = msgspec.json.Decoder(CycleAttributed)
@@ -36,6 +38,8 @@ def finding_of(found: CycleAttributed, cycle: int) -> steps.CycleAttributed:
     return steps.CycleAttributed(
         cycle=cycle,
         useless=found.action == "stop" and (found.by != "rules" or found.rule in _USELESS),
+        hold=found.action == "hold" and found.by == "rules",
+        delay_s=found.delay_s if found.action in _RESTARTS else 0.0,
         rule=found.rule,
         why=found.why,
         exclude=() if found.category in _COUNTED else tuple(found.exclude),

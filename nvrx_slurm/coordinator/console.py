@@ -85,9 +85,13 @@ def line_for(record: Record) -> str | None:
             return f"verdict: {event.action.value}: {event.why}"
         case journal.CycleAttributed() as event:
             return _attributed(event, record.cycle)
+        case journal.RestartDelayed() as event:
+            return f"the next cycle waits {event.seconds:.0f} s: {event.why} [{event.rule}]"
         case journal.Requeued() as event:
             without = f" without {' '.join(event.excluded)}" if event.excluded else ""
             warned = "".join(f"; {warning}" for warning in event.warnings)
+            if event.held:
+                return f"requeued{without} and HELD, {event.held}: scontrol release {record.job}{warned}"
             return f"requeued: starts again in {event.start_in_s} s or later{without}{warned}"
         case journal.NotRequeued() as event:
             return f"NOT requeued: {event.why}"

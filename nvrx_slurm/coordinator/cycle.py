@@ -403,7 +403,7 @@ class CycleMachine:
                 self._end_for_lack_of_nodes(end)
             case Arm() as arm:
                 self._do(arm)
-            case tuple() as nodes:
+            case tuple() as nodes if not self._formation.delayed:
                 self._start_cycle(nodes)
             case None if self.active:
                 awaited = self._formation.wait_once()
@@ -561,6 +561,11 @@ class CycleMachine:
         self.budget.spend(self._now)
         self.cycle += 1
         self._restart_why = blame.why
+        delay = self._judgement.delay(self._now)
+        if delay is not None:
+            self._formation.delayed = True
+            self._write(journal.RestartDelayed(seconds=delay.seconds, rule=delay.rule, why=delay.why))
+            self._do(Arm(Timer.DELAY, delay.seconds))
         self._form_again()
 
     def _form_again(self) -> None:
@@ -628,7 +633,7 @@ class CycleMachine:
         end, verdict = useless
         self._write(verdict)
         if self.phase is Phase.FORMING:
-            self._end(end.code, end.why)
+            self._end(end.code, end.why, end.hold)
         else:
             self._ending.end = end
             self._stop_workers()
@@ -691,7 +696,7 @@ class CycleMachine:
         self._tell_faults()
         if blame is not None:
             self._verdict(VerdictAction.STOP, blame, end.why)
-        self._end(end.code, end.why)
+        self._end(end.code, end.why, end.hold)
 
     def _stop_requested(self, event: steps.StopRequested) -> None:
         self._write(journal.StopRequested(signal=event.signal.name))
@@ -714,7 +719,7 @@ class CycleMachine:
         """End as is intended; Slurm's answer, if one is awaited, may still change that."""
         end = self._ending.settled
         if end is not None:
-            self._end(end.code, end.why)
+            self._end(end.code, end.why, end.hold)
             return
         self.phase = Phase.CONSULTING
         self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE), self._ending.await_answer())
@@ -769,6 +774,9 @@ class CycleMachine:
             case Timer.FORM_GRACE if self.phase is Phase.FORMING:
                 self._formation.grace_over = True
                 self._form()
+            case Timer.DELAY if self.phase is Phase.FORMING:
+                self._formation.delayed = False
+                self._form()
             case Timer.PROBE if self.phase is Phase.DIAGNOSING:
                 self._diagnosed()
             case Timer.CONSULT if self.phase is Phase.CONSULTING and self._is_alone:
@@ -788,8 +796,8 @@ class CycleMachine:
         self._current.stopping.clear()
         self._all_stopped()
 
-    def _end(self, code: int, why: str) -> None:
-        if code == EXIT_RESTART_ELSEWHERE:
+    def _end(self, code: int, why: str, hold: bool = False) -> None:
+        if code == EXIT_RESTART_ELSEWHERE and not hold:
             self._judgement.measure(self._current, self._now)
             useless = self._judgement.useless_to_requeue(self._ending.draining, self._ending.preempted)
             if useless is not None:
@@ -798,4 +806,4 @@ class CycleMachine:
         self.phase = Phase.ENDED
         self._do(*(Disarm(timer) for timer in Timer))
         self._write(journal.JobEnded(code=code, why=why))
-        self._do(End(code, why))
+        self._do(End(code, why, hold))

@@ -138,7 +138,7 @@ class JobRunner:
             end = await self._ended
         finally:
             await self._wind_up(agents, end.code)
-        code = await self._settle(end.code)
+        code = await self._settle(end)
         await agents.end(0.0)
         self._files.sum_up()
         self._recorder.close()
@@ -179,13 +179,13 @@ class JobRunner:
         why = f"the Coordinator's host has been silent for {before.silent_s:.0f} s"
         return self._machine.take_over(time.monotonic(), before.lost, why, before.restarts, before.excluded)
 
-    async def _settle(self, code: int) -> int:
+    async def _settle(self, end: steps.End) -> int:
         """Arrange with Slurm what is left to do; return the exit code."""
-        charge, slurm = self._charge, self._spec.slurm
+        charge, slurm, code = self._charge, self._spec.slurm, end.code
         if charge is not None and not charge.confirm():
             return await charge.follow()
         if code == EXIT_RESTART_ELSEWHERE:
-            self._record(self._allocation.requeue(self._machine.proven_bad))
+            self._record(self._allocation.requeue(self._machine.proven_bad, end.why if end.hold else ""))
         if charge is not None:
             await charge.end(code)
         if self._spec.succession is not None and slurm is not None and code != EXIT_RESTART_ELSEWHERE:

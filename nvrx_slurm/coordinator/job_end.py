@@ -22,15 +22,22 @@ _REFUSALS = (CannotRequeueError, SlurmUnavailableError, UnknownJobError)
 
 
 def start_again(
-    slurm: SlurmClient, job_id: str, without: Collection[str], num_nodes: int | None = None
+    slurm: SlurmClient,
+    job_id: str,
+    without: Collection[str],
+    num_nodes: int | None = None,
+    held: str = "",
 ) -> AnyEvent:
     """Have Slurm start the job again without these nodes; return what to record. It ends us then."""
     try:
-        plan = requeue(slurm, job_id, sorted(without), num_nodes)
+        plan = requeue(slurm, job_id, sorted(without), num_nodes, hold=bool(held))
     except _REFUSALS as error:
         return journal.NotRequeued(why=str(error))
     return journal.Requeued(
-        excluded=list(plan.exclude), start_in_s=plan.start_in_s, warnings=list(plan.warnings)
+        excluded=list(plan.exclude),
+        start_in_s=plan.start_in_s,
+        warnings=list(plan.warnings),
+        held=held if plan.held else "",
     )
 
 

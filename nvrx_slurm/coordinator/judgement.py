@@ -8,9 +8,9 @@ from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.blame import Blame
 from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
-from nvrx_slurm.coordinator.hindsight import Hindsight, Useless
+from nvrx_slurm.coordinator.hindsight import Delay, Hindsight, Useless
 from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits
-from nvrx_slurm.coordinator.policy import EXIT_FAILED, Policy
+from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, Policy
 from nvrx_slurm.coordinator.running_cycle import RunningCycle
 from nvrx_slurm.coordinator.scoring import EndedCycle, Scoring
 from nvrx_slurm.coordinator.suspects import Suspects
@@ -108,8 +108,14 @@ class Judgement:
             self._suspects.reassign(fault.node, hung)
         for node in event.exclude:
             self._suspects.accuse(node, now)
-        if event.useless:
-            self._hindsight.note(Useless(event.cycle, event.rule, event.why))
+        if event.useless or event.hold:
+            self._hindsight.note(Useless(event.cycle, event.rule, event.why, event.hold))
+        waits = Delay(event.cycle, event.delay_s, event.rule, event.why, now) if event.delay_s > 0 else None
+        self._hindsight.note_delay(event.cycle, waits)
+
+    def delay(self, now: float) -> Delay | None:
+        """Return how long the restart that has just been decided waits; None: not at all."""
+        return self._hindsight.take_delay(now)
 
     def useless(self, current: RunningCycle | None, now: float) -> tuple[steps.End, journal.Verdict] | None:
         """Return how the job ends now because another try is of no use; ``current`` runs, None: none does."""
@@ -120,6 +126,9 @@ class Judgement:
         return end, journal.Verdict(action=VerdictAction.STOP, rule=useless.rule, why=end.why)
 
     def _end_as_useless(self, useless: Useless) -> steps.End:
+        if useless.hold:
+            why = f"on hold after cycle {useless.cycle}: {useless.why}"
+            return steps.End(EXIT_RESTART_ELSEWHERE, why, hold=True)
         why = f"no other try after cycle {useless.cycle}: {useless.why}"
         return steps.End(self._limits.no_restart_code, why)
 

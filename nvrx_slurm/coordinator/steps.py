@@ -21,6 +21,7 @@ class Timer(enum.Enum):
     PROBE = "probe"
     CONSULT = "consult"
     REJOIN = "rejoin"
+    DELAY = "delay"
 
 
 # --- events ------------------------------------------------------------------------------------------
@@ -231,6 +232,10 @@ class CycleAttributed:
     cycle: int
     useless: bool = False
     """Another try would end the same."""
+    hold: bool = False
+    """It would until somebody has made room."""
+    delay_s: float = 0.0
+    """How long a further restart should wait."""
     rule: str = ""
     why: str = ""
     exclude: tuple[str, ...] = ()
@@ -357,6 +362,8 @@ class Disarm:
 class End:
     code: int
     why: str
+    hold: bool = False
+    """Slurm is to start the job again only when somebody has released it."""
 
 
 Command = (

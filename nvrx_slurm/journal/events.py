@@ -402,6 +402,16 @@ class CycleAttributed(Event, frozen=True, tag="cycle_attributed"):
     """The whole document, in the run directory."""
     seconds: float = 0.0
     """How long it took."""
+    delay_s: float = 0.0
+    """How long the policy would wait before the restart."""
+
+
+class RestartDelayed(Event, frozen=True, tag="restart_delayed"):
+    """The next cycle waits: the policy of attribution says so, and may act."""
+
+    seconds: float
+    rule: str
+    why: str
 
 
 class JobEnded(Event, frozen=True, tag="job_ended"):
@@ -415,6 +425,8 @@ class Requeued(Event, frozen=True, tag="requeued"):
     excluded: list[str]
     start_in_s: int
     warnings: list[str] = []
+    held: str = ""
+    """Why Slurm holds the job until somebody releases it; empty: it does not."""
 
 
 class NotRequeued(Event, frozen=True, tag="not_requeued"):
@@ -479,6 +491,7 @@ AnyEvent = (
     | GpuMemoryLeft
     | Verdict
     | JobEnded
+    | RestartDelayed
     | Requeued
     | NotRequeued
     | CoordinatorLost

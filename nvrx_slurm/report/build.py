@@ -257,7 +257,9 @@ def _attempt(index: int, attempts: list[AttemptNotes]) -> AttemptReport:
 def _requeued(notes: AttemptNotes) -> RequeueTaken | None:
     match notes.requeue:
         case (at, Requeued() as event):
-            return RequeueTaken(at, tuple(event.excluded), event.start_in_s, tuple(event.warnings))
+            return RequeueTaken(
+                at, tuple(event.excluded), event.start_in_s, tuple(event.warnings), event.held
+            )
         case _:
             return None
 

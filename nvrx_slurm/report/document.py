@@ -106,6 +106,7 @@ def _attempt(attempt: AttemptReport) -> dict[str, Any]:
             "excluded": list(attempt.requeued.excluded),
             "start_in_s": attempt.requeued.start_in_s,
             "warnings": list(attempt.requeued.warnings),
+            "held": attempt.requeued.held or None,
         },
         "not_requeued": attempt.not_requeued,
     }

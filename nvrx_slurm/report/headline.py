@@ -154,6 +154,8 @@ def _requeue(report: JobReport) -> RequeueTaken | None:
 
 def _requeued(report: JobReport, requeue: RequeueTaken) -> str:
     without = f" without {node_set(requeue.excluded)}" if requeue.excluded else ""
+    if requeue.held:
+        return f"requeued{without} and HELD: when there is room, scontrol release {clean(report.job)}"
     left = min(requeue.start_in_s, requeue.start_in_s - (report.now - requeue.at))
     when = (
         f"in about {left:.0f} s"

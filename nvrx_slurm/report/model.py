@@ -116,6 +116,7 @@ class MomentKind(str, enum.Enum):
     CONTROL_REQUESTED = "control_requested"
     NO_PROGRESS = "no_progress"
     JOB_ENDED = "job_ended"
+    RESTART_DELAYED = "restart_delayed"
     REQUEUED = "requeued"
     NOT_REQUEUED = "not_requeued"
     EXIT_DEFERRED = "exit_deferred"
@@ -181,6 +182,8 @@ class RequeueTaken:
     excluded: tuple[str, ...]
     start_in_s: int
     warnings: tuple[str, ...]
+    held: str
+    """Why it waits until somebody releases it; empty: it does not."""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ _MOMENT_NAMES = {
     MomentKind.CONTROL_REQUESTED: "request",
     MomentKind.NO_PROGRESS: "stuck",
     MomentKind.JOB_ENDED: "ended",
+    MomentKind.RESTART_DELAYED: "wait",
     MomentKind.REQUEUED: "requeue",
     MomentKind.NOT_REQUEUED: "requeue",
     MomentKind.NO_END: "no end",

@@ -31,6 +31,7 @@ from nvrx_slurm.journal import (
     NodeSuspected,
     NotRequeued,
     Requeued,
+    RestartDelayed,
     StopRequested,
     StragglerReport,
     TimeoutsCalculated,
@@ -165,6 +166,9 @@ class _Teller:
                 yield MomentKind.STOP_REQUESTED, f"asked to stop by {clean(signal)}"
             case JobEnded(code=code, why=why):
                 yield MomentKind.JOB_ENDED, f"code {code}: {clean(why)}"
+            case RestartDelayed() as event:
+                text = f"the next cycle waits {plain_seconds(event.seconds)}: {clean(event.why)}"
+                yield MomentKind.RESTART_DELAYED, text
             case Requeued() as event:
                 yield MomentKind.REQUEUED, _say_requeued(event)
             case NotRequeued(why=why):
@@ -312,6 +316,8 @@ def _ordinal(number: int) -> str:
 def _say_requeued(event: Requeued) -> str:
     without = f" without {node_set(event.excluded)}" if event.excluded else ""
     warned = "".join(f"; {clean(warning)}" for warning in event.warnings)
+    if event.held:
+        return f"requeued{without} and HELD until somebody releases it: {clean(event.held)}{warned}"
     return f"requeued{without}, starts again in {event.start_in_s} s or later{warned}"
 
 

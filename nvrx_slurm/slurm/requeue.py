@@ -45,6 +45,8 @@ class RequeuePlan:
     warnings: tuple[str, ...] = ()
     num_nodes: int | None = None
     """How many nodes to ask for instead of what the job was submitted with."""
+    held: bool = False
+    """Slurm holds the job until somebody releases it."""
 
 
 def plan_requeue(
@@ -124,7 +126,12 @@ def _deaf_to_sigterm() -> Iterator[None]:
 
 
 def requeue(
-    client: SlurmClient, job_id: str, bad_nodes: Iterable[str], num_nodes: int | None = None
+    client: SlurmClient,
+    job_id: str,
+    bad_nodes: Iterable[str],
+    num_nodes: int | None = None,
+    *,
+    hold: bool = False,
 ) -> RequeuePlan:
     """Requeue the job without ``bad_nodes``; return what was done.
 
@@ -133,6 +140,7 @@ def requeue(
 
     Args:
         num_nodes: how many nodes to ask for; None: as many as the job was submitted with.
+        hold: leave it held until somebody releases it; the plan tells whether it is.
 
     Raises:
         CannotRequeueError: nothing was done, or a step was refused; the message says how the job stands.
@@ -144,11 +152,14 @@ def requeue(
     with _deaf_to_sigterm():
         if any(node not in job.nodes for node in bad) and not _takes_changes(client, job_id):
             plan = _as_it_is(plan, job)
+            if hold:
+                plan = replace(plan, warnings=(*plan.warnings, "not held: it could not be released then"))
             try:
                 client.requeue(job_id)
             except SlurmRefusedError as error:
                 raise CannotRequeueError(f"Slurm does not requeue job {job_id}: {error}") from error
         else:
+            plan = replace(plan, held=hold)
             _requeue_changed(client, job, plan)
     return plan
 
@@ -173,11 +184,13 @@ def _requeue_changed(client: SlurmClient, job: Job, plan: RequeuePlan) -> None:
             client.update_job(job_id, ExcNodeList=compress_hostlist(plan.exclude))
         if plan.num_nodes is not None:
             client.update_job(job_id, NumNodes=str(plan.num_nodes))
-        client.update_job(job_id, StartTime=f"now+{plan.start_in_s}")
+        if not plan.held:
+            client.update_job(job_id, StartTime=f"now+{plan.start_in_s}")
         seen = client.job(job_id).excluded_nodes
         if set(seen) != set(plan.exclude):
             raise SlurmRefusedError(f"it still excludes {compress_hostlist(seen) or 'nothing'}")
-        client.release(job_id)
+        if not plan.held:
+            client.release(job_id)
     except (SlurmRefusedError, SlurmUnavailableError) as error:
         raise CannotRequeueError(
             f"job {job_id} is requeued but held, because a step failed: {error}; "

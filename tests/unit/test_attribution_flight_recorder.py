@@ -177,6 +177,37 @@ class TestCulprits:
         assert named(report) == {1: CulpritClass.NO_DUMP}
 
 
+class TestCrowds:
+    """Ranks that lag because of something that they share: a file server, a switch, the fabric."""
+
+    def report(self, hosts: int, *, gpus_per_node: int = 0) -> FlightReport:
+        programs = tensor_and_data_parallel(16, 4, 10)
+        world = World(programs, {4 * rank % 16 + rank // 4: 9 for rank in range(hosts)})
+        dumps = {rank: world.dump(rank) for rank in programs}
+        places = {rank: Place(f"n{rank // gpus_per_node}") for rank in programs} if gpus_per_node else None
+        return report_of(dumps, places=places)
+
+    def test_few_that_lag_are_culprits(self) -> None:
+        report = self.report(2)
+        assert (len(report.culprits), report.conclusive, report.fabric) == (2, True, "")
+
+    def test_more_than_a_quarter_are_no_list_of_culprits(self) -> None:
+        report = self.report(9)
+        assert len(report.culprits) > 4
+        assert not report.conclusive
+        assert {culprit.confidence for culprit in report.culprits} == {0.3}
+        assert "ranks lag, more than 25%" in report.fabric
+
+    def test_unless_they_are_those_of_few_nodes(self) -> None:
+        programs = tensor_and_data_parallel(16, 4, 10)
+        world = World(programs, dict.fromkeys(range(8, 16), 9))
+        places = {rank: Place(f"n{rank // 8}") for rank in programs}
+        report = report_of({rank: world.dump(rank) for rank in programs}, places=places)
+        assert {culprit.rank for culprit in report.culprits} == set(range(8, 16))
+        assert report.conclusive
+        assert not self.report(9, gpus_per_node=4).conclusive
+
+
 class TestDesync:
     def test_the_minority_that_calls_something_else_is_named(self) -> None:
         dumps = {

@@ -156,7 +156,103 @@ def test_lost_nodes_and_deaths_by_signal_are_counted_by_the_jobs_own_options(
 
 @pytest.mark.parametrize(
     ("rule", "useless"),
-    [("4-deterministic", True), ("7-repeated", True), ("10-startup", True), ("9-budget", False)],
+    [
+        ("4-deterministic", True),
+        ("6-exclude", True),
+        ("7-repeated", True),
+        ("8-no-checkpoint", True),
+        ("9-budget", True),
+        ("10-startup", True),
+        ("1-over", False),
+        ("3-time-limit", False),
+    ],
 )
-def test_only_rules_about_the_cause_itself_end_a_job(rule: str, useless: bool) -> None:
+def test_what_slurm_does_to_a_job_is_no_reason_to_end_it(rule: str, useless: bool) -> None:
     assert finding_of(journal.CycleAttributed(action="stop", rule=rule), 0).useless is useless
+
+
+def held(job: Job, cycle: int) -> Job:
+    found = journal.CycleAttributed(action="hold", rule="5-hold", why="a file system is full: held")
+    job.feed(finding_of(found, cycle))
+    return job
+
+
+def delayed(job: Job, cycle: int, seconds: float = 60.0, rule: str = "11-restart") -> Job:
+    found = journal.CycleAttributed(action="restart", rule=rule, why="a server is busy", delay_s=seconds)
+    job.feed(finding_of(found, cycle))
+    return job
+
+
+class TestHold:
+    def test_the_job_ends_to_be_held_by_slurm(self) -> None:
+        job = held(running().fails(), 0)
+        assert job.phase is Phase.STOPPING
+        job.stopped("n1", "n2")
+        why = "on hold after cycle 0: a file system is full: held"
+        assert job.end == steps.End(75, why, hold=True)
+        assert (job.verdict.action, job.verdict.rule) == (VerdictAction.STOP, "5-hold")
+
+    def test_not_if_it_is_only_to_be_logged(self) -> None:
+        assert held(running(StopAction.LOG).fails(), 0).phase is Phase.RUNNING
+
+    def test_a_cycle_that_trains_goes_on_and_its_fault_has_the_job_held(self) -> None:
+        job = held(running(max_no_progress_cycles=0).trains(20).fails().trains(10), 0)
+        assert job.phase is Phase.RUNNING
+        assert job.fails().end.hold
+
+    def test_who_ends_the_job_ends_it(self) -> None:
+        job = held(running().fails(), 0).signal(signal.SIGINT).signal(signal.SIGINT)
+        assert (job.end.code, job.end.hold) == (128 + signal.SIGINT, False)
+
+
+class TestDelay:
+    def waiting(self) -> Job:
+        job = delayed(running(max_no_progress_cycles=0).fails(), 0)
+        assert job.phase is Phase.RUNNING, "no restart waits for what is not known yet"
+        job.fails()
+        assert (job.phase, job.timers[steps.Timer.DELAY]) == (Phase.FORMING, 60.0)
+        return job
+
+    def test_the_restart_after_the_next_fault_waits_and_says_so(self) -> None:
+        job = self.waiting()
+        assert [e.seconds for e in job.written(journal.RestartDelayed)] == [60.0]
+        job.fire(steps.Timer.DELAY)
+        assert job.phase is Phase.RUNNING
+        # It has been waited for; nothing says that the fault after it asks for more.
+        assert job.fails().phase is Phase.RUNNING
+
+    def test_a_signal_ends_the_job_at_once(self) -> None:
+        job = self.waiting().signal(signal.SIGINT)
+        assert job.end.code == 128 + signal.SIGINT
+        assert steps.Timer.DELAY not in job.timers
+
+    def test_so_does_a_request_to_drain_and_a_lack_of_nodes(self) -> None:
+        assert self.waiting().drain().end.code == 75
+        assert self.waiting().lose("n2").end.code == 75
+
+    def test_a_node_that_joins_does_not_end_the_wait(self) -> None:
+        job = running(spares=1)
+        delayed(job.fails(), 0).fails().join("n3")
+        assert job.phase is Phase.FORMING
+
+    def test_what_is_found_out_meanwhile_may_end_the_job(self) -> None:
+        assert useless(self.waiting(), 1).end.code == 93
+
+    def test_progress_makes_it_needless_unless_restarts_are_too_many(self) -> None:
+        def after_progress(rule: str) -> Phase:
+            job = running(max_no_progress_cycles=0).trains(20).fails()
+            return delayed(job, 0, rule=rule).trains(40).fails().phase
+
+        assert after_progress("11-restart") is Phase.RUNNING
+        assert after_progress("9-back-off") is Phase.FORMING
+
+    def test_another_cause_asks_for_no_wait(self) -> None:
+        job = delayed(running().fails(), 0)
+        job.feed(finding_of(journal.CycleAttributed(action="restart", rule="11-restart"), 0))
+        assert job.fails().phase is Phase.RUNNING
+
+    def test_after_an_hour_it_is_forgotten(self) -> None:
+        assert delayed(running().fails(), 0).later(3601.0).fails().phase is Phase.RUNNING
+
+    def test_nothing_waits_if_it_is_only_to_be_logged(self) -> None:
+        assert delayed(running(StopAction.LOG).fails(), 0).fails().phase is Phase.RUNNING

@@ -87,6 +87,15 @@ def test_jobs_that_cannot_be_requeued_are_refused(job: Job, why: str) -> None:
         plan_requeue(job, ["n2"], FIVE, CONFIG)
 
 
+def test_a_job_on_hold_is_requeued_and_not_released() -> None:
+    slurm = _Slurm()
+    plan = requeue(slurm, "7", ["n2"], hold=True)
+    assert plan.held
+    assert slurm.orders == ["hold", "ExcNodeList"]
+    assert slurm.job_now.excluded_nodes == ("n9", "n2")
+    assert not requeue(_Slurm(), "7", ["n2"]).held
+
+
 class _Slurm:
     """Keeps one job; ``fails`` names the order that fails, and how."""
 

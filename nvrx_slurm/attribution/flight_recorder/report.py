@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ _CONFIDENCE = {
     CulpritClass.MISMATCH: 0.9,
 }
 _GONE_CONFIDENCE = 0.7
+_LAGGING = (CulpritClass.DEVICE_LAG, CulpritClass.HOST_LAG)
+CROWD_SHARE = 0.25
+"""Where more of the ranks lag, and more of the nodes, the cause is something that they share."""
+_NEVER_A_CROWD = 2
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class FlightReport:
     wait_for: dict[int, list[int]] = field(default_factory=dict)
     mismatches: tuple[Mismatch, ...] = ()
     fabric: str = ""
-    """All ranks wait in one and the same operation: the fabric is suspected, no rank."""
+    """All ranks wait in one operation, or too many lag: what they share is suspected, and no rank."""
     caveats: tuple[str, ...] = ()
 
     @property
@@ -174,6 +178,9 @@ def analyze(
     missing = tuple(rank for rank in range(world) if rank not in traces)
     finder = _Finder(stall, places or {}, frozenset(gone))
     culprits, victims, mismatches = finder.find()
+    crowd = _crowd(culprits, stall, places or {})
+    if crowd:
+        culprits = [_suspected(culprit) if culprit.kind in _LAGGING else culprit for culprit in culprits]
     return FlightReport(
         world_size=world,
         versions=tuple(sorted({trace.version for trace in traces.values()})),
@@ -184,9 +191,28 @@ def analyze(
         victims=tuple(victims),
         wait_for={rank: waits for rank in victims if (waits := stall.waits_for(rank, _MAX_WAITS))},
         mismatches=tuple(mismatches),
-        fabric="" if culprits or mismatches else _fabric(stall),
+        fabric=crowd or ("" if culprits or mismatches else _fabric(stall)),
         caveats=tuple(dumps.caveats),
     )
+
+
+def _crowd(culprits: Sequence[RankCulprit], stall: Stall, places: Mapping[int, Place]) -> str:
+    """Return why those that lag are no culprits: they are too many, and not those of few nodes."""
+    lagging = [culprit for culprit in culprits if culprit.kind in _LAGGING]
+    if len(lagging) <= max(_NEVER_A_CROWD, CROWD_SHARE * stall.world_size):
+        return ""
+    nodes = {place.node for place in places.values()}
+    theirs = {culprit.node for culprit in lagging}
+    if nodes and None not in theirs and len(theirs) <= max(1, CROWD_SHARE * len(nodes)):
+        return ""
+    return (
+        f"{len(lagging)} of {stall.world_size} ranks lag, more than {CROWD_SHARE:.0%}: the cause is rather "
+        "what they share, such as the fabric or a file server"
+    )
+
+
+def _suspected(culprit: RankCulprit) -> RankCulprit:
+    return replace(culprit, confidence=_CONFIDENCE[CulpritClass.NO_DUMP])
 
 
 class _Finder:
