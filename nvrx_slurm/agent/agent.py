@@ -346,6 +346,8 @@ class Agent:
                     workers.probe(message.cycle)
                 case msg.AskToStop():
                     workers.ask_to_stop(message.cycle)
+                case msg.PaceScores():
+                    workers.give_scores(message)
                 case msg.Refused():
                     _log.error("excluded by the Coordinator: %s", message.why)
                     return EXIT_EXCLUDED

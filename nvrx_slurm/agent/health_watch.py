@@ -78,6 +78,11 @@ class HealthWatch:
         self._may_tell = True
         return self._verdict
 
+    def complaints(self) -> list[str]:
+        """Return what the last verdict finds, a line each."""
+        findings = self._verdict.findings if self._verdict is not None else []
+        return [f"{finding.check} {finding.scope}: {finding.evidence}" for finding in findings]
+
     def refresh(self) -> None:
         """Have the node looked at now."""
         if not self._watching.done():

@@ -12,6 +12,7 @@ from nvrx_slurm.agent.monitor import RankMonitors
 from nvrx_slurm.wire.flight_recorder import trace_socket_path
 from nvrx_slurm.wire.messages import StartWorkers
 from nvrx_slurm.wire.page import AgentPage, HeartbeatPage
+from nvrx_slurm.wire.rank_channel import pace_path
 from nvrx_slurm.wire.stacks import stacks_path
 
 
@@ -72,6 +73,12 @@ class LocalCycle:
 
     def _remove(self) -> None:
         for path in self.page_paths.values():
-            for each in (path, stacks_path(path), error_path(path), trace_socket_path(path)):
+            for each in (
+                path,
+                stacks_path(path),
+                error_path(path),
+                trace_socket_path(path),
+                pace_path(path),
+            ):
                 with contextlib.suppress(OSError):
                     each.unlink()

@@ -24,9 +24,11 @@ from nvrx_slurm.agent.error_file import error_path, read_error
 from nvrx_slurm.agent.evidence import find_py_spy
 from nvrx_slurm.agent.flight_recorder import prefix_environment
 from nvrx_slurm.agent.hang_records import HangRecords
+from nvrx_slurm.agent.hardware_context import HardwareContext
 from nvrx_slurm.agent.health_watch import HealthWatch
 from nvrx_slurm.agent.local_cycle import LocalCycle
 from nvrx_slurm.agent.node_gpus import NodeGpus
+from nvrx_slurm.agent.node_pace import NodePace
 from nvrx_slurm.agent.oom import OomWatch
 from nvrx_slurm.agent.output import OutputPump
 from nvrx_slurm.agent.private_places import make_private, private_places
@@ -82,7 +84,9 @@ class NodeWorkers:
         self._output = output
         self._say = say
         self._health = health
-        self._reports = RankReports(say, self._on_failed)
+        context = HardwareContext(environ, health.complaints if health is not None else list)
+        self._pace = NodePace(say, context.look)
+        self._reports = RankReports(say, self._on_failed, self._pace)
         self._hang_records = HangRecords(node, welcome, find_py_spy(environ.get("PATH")), say)
         self._gpus = NodeGpus(environ, welcome.node, slots)
         self._oom = OomWatch()
@@ -272,9 +276,15 @@ class NodeWorkers:
                 with contextlib.suppress(OSError):
                     page.request_stop()
 
+    def give_scores(self, scores: msg.PaceScores) -> None:
+        """Hand on to the ranks how they stood in the last report."""
+        if self._cycle is not None and self._cycle.cycle == scores.cycle:
+            self._pace.give(self._cycle, scores)
+
     async def close(self) -> None:
         """Leave no process, without grace."""
         self._gpus.close()
+        self._pace.close()
         for task in (self._stopping, self._recovering, self._progress, self._launching):
             if task is not None:
                 task.cancel()

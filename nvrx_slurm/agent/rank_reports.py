@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from nvrx_slurm.agent.local_cycle import LocalCycle
+from nvrx_slurm.agent.node_pace import NodePace
 from nvrx_slurm.agent.throttle import Throttle
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rank_channel
@@ -17,9 +18,13 @@ class RankReports:
     """Takes each request of a rank of the running cycle."""
 
     def __init__(
-        self, say: Callable[[msg.AgentMessage], None], on_failed: Callable[[LocalCycle, int, int], None]
+        self,
+        say: Callable[[msg.AgentMessage], None],
+        on_failed: Callable[[LocalCycle, int, int], None],
+        pace: NodePace,
     ) -> None:
         """``on_failed`` is called with the rank whose main thread has failed, and with the exit code."""
+        self._pace = pace
         self._say = say
         self._throttle = Throttle(say)
         self._on_failed = on_failed
@@ -73,6 +78,8 @@ class RankReports:
                     (request.verdict.rank, request.verdict.section),
                     msg.StragglerReport(cycle=cycle.cycle, rank=request.rank, verdict=request.verdict),
                 )
+            case rank_channel.PaceNames() | rank_channel.PacePeriod():
+                self._pace.take(cycle, request)
             case rank_channel.TimeoutsChanged():
                 self._timeouts_changed(cycle, request)
             case rank_channel.ProgramFailed():

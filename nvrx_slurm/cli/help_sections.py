@@ -26,6 +26,7 @@ _SECTIONS = {
         "install_exception_hook gpu_memory_reclaim_timeout gpu_memory_tolerance_mb checkpoint_write_timeout"
     ),
     "Health": "health health_config",
+    "Slow ranks": "straggler_action",
     "Attribution": "ft_attribution ft_attribution_stop_action ft_attribution_endpoint",
     "Output": "run_dir log_dir redirects tee local_ranks_filter per_cycle_applog_prefix cycle_info_dir",
     "The program and its start": "module no_python run_path srun_args ft_config dry_run",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from nvrx_slurm.cli.parameters import Count
-from nvrx_slurm.coordinator.limits import NO_RESTART_CODE, Limits, StopAction
+from nvrx_slurm.coordinator.limits import NO_RESTART_CODE, Limits, StopAction, StragglerAction
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -49,6 +49,14 @@ _OPTIONS = [
         show_default=True,
         help="Faults of its own after which a node leaves the job if there is a spare; 0: never.",
     ),
+    click.option(
+        "--straggler-action",
+        type=click.Choice([action.value for action in StragglerAction]),
+        default=StragglerAction.LOG.value,
+        show_default=True,
+        help="What is done about a rank that is slow in three reports in a row. exclude: a spare, if there "
+        "is one, takes the place of its node, for which all ranks restart.",
+    ),
 ]
 
 
@@ -62,6 +70,7 @@ def limit_options(command: _F) -> _F:
         no_restart_exit_code: int,
         max_restarts_per_hour: int | None,
         exclude_after: int,
+        straggler_action: str,
         **kwargs: Any,
     ) -> Any:
         limits = Limits(
@@ -70,6 +79,7 @@ def limit_options(command: _F) -> _F:
             no_restart_code=no_restart_exit_code,
             max_restarts_per_hour=max_restarts_per_hour,
             exclude_after=exclude_after,
+            straggler_action=StragglerAction(straggler_action),
             attribution_stop_action=StopAction(fault_tolerance.attribution_stop_action),
         )
         return command(*args, fault_tolerance=fault_tolerance, limits=limits, **kwargs)

@@ -16,6 +16,7 @@ from nvrx_slurm.coordinator.hang_evidence import (
     write_evidence,
 )
 from nvrx_slurm.coordinator.job_files import JobFiles
+from nvrx_slurm.coordinator.pace_reports import PaceReports
 from nvrx_slurm.coordinator.recorder import Recorder
 from nvrx_slurm.coordinator.run_dir import RunDir
 from nvrx_slurm.coordinator.slow_ranks import straggler_event
@@ -84,7 +85,9 @@ class AgentMessages:
         run_dir: RunDir,
         files: JobFiles,
         tasks: Tasks,
+        pace: PaceReports,
     ) -> None:
+        self._pace = pace
         self._machine = machine
         self._feed = feed
         self._recorder = recorder
@@ -122,6 +125,8 @@ class AgentMessages:
                 # Whose name a rank may tell, but not where it is.
                 if slow_node is not None:
                     record(straggler_event(m.verdict, slow_node, told_by=m.rank))
+            case msg.NodePace() as m:
+                self._pace.take(node, m)
             case msg.TimeoutsCalculated() as m:
                 adopted = self._timeouts.calculated(node, m)
                 if adopted is not None:

@@ -37,6 +37,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
         FaultKind.NODE_LOST: "node-lost",
         FaultKind.REQUEST: "asked-for",
         FaultKind.UNHEALTHY: "unhealthy-node",
+        FaultKind.SLOW: "slow-node",
         FaultKind.HANG: "hang",
         FaultKind.OOM: "out-of-memory",
         FaultKind.SIGNAL: "killed-by-signal",
@@ -48,7 +49,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
 
 def _order(fault: FaultDetected) -> int:
     match fault.kind:
-        case FaultKind.NODE_LOST | FaultKind.REQUEST | FaultKind.UNHEALTHY:
+        case FaultKind.NODE_LOST | FaultKind.REQUEST | FaultKind.UNHEALTHY | FaultKind.SLOW:
             return 0
         case FaultKind.HANG:
             return 1
@@ -98,6 +99,8 @@ def describe(fault: FaultDetected) -> str:
             text = f"{where} asked to exclude its node"
         case FaultKind.UNHEALTHY:
             text = f"node {fault.node} is unhealthy"
+        case FaultKind.SLOW:
+            text = f"{where} is slow"
     return f"{text} ({fault.detail})" if fault.detail else text
 
 

@@ -33,8 +33,16 @@ def line_for(record: Record) -> str | None:
         case journal.StragglerReport() as event:
             return (
                 f"SLOW: rank {event.rank} on {event.node}: {event.section} takes {event.lost_ms:.3g} ms"
-                f" longer than elsewhere ({event.reports} of {event.of_reports} reports)"
+                f" longer than elsewhere ({event.reports} of {event.of_reports} reports){_said_of(event)}"
             )
+        case journal.JobSlowed() as event:
+            times = 1 / max(event.score, 1e-4)
+            return (
+                f"SLOW: all ranks: {event.section} takes {times:.2g} times as long as at its best"
+                f" ({event.reports} of {event.of_reports} reports)"
+            )
+        case journal.StragglerKept() as event:
+            return f"node {event.node} is slow and stays: {event.why}"
         case journal.FaultDetected() as event:
             return f"FAULT: {describe(event)}"
         case journal.HangEvidence() as event:
@@ -110,6 +118,15 @@ def line_for(record: Record) -> str | None:
             return f"ends with exit code {event.code}: {event.why}"
         case _:
             return None
+
+
+def _said_of(event: journal.StragglerReport) -> str:
+    """What else is known of a slow rank: the kernels, the hardware."""
+    parts = []
+    if event.kernels:
+        parts.append("most in " + ", ".join(f"{loss.kernel} {loss.lost_ms:.3g} ms" for loss in event.kernels))
+    parts += event.context
+    return f"; {'; '.join(parts)}" if parts else ""
 
 
 def _attributed(event: journal.CycleAttributed, cycle: int) -> str | None:

@@ -30,6 +30,7 @@ from nvrx_slurm.coordinator.faults import (
     exit_fault,
     lost_fault,
     request_fault,
+    slow_fault,
     start_fault,
     unhealthy_fault,
 )
@@ -47,6 +48,7 @@ from nvrx_slurm.coordinator.policy import (
 )
 from nvrx_slurm.coordinator.progress import highest
 from nvrx_slurm.coordinator.running_cycle import RunningCycle
+from nvrx_slurm.coordinator.slow_ranks import SlowRanks
 from nvrx_slurm.coordinator.steps import Arm, Disarm, End, Timer
 from nvrx_slurm.coordinator.unhealthy import YOUNG_S, Complaint, Unhealthy
 from nvrx_slurm.journal import FaultDetected, FaultKind, VerdictAction
@@ -89,6 +91,7 @@ class CycleMachine:
         self._lost_nodes = LostNodes(policy, self.members)
         self._ending = Ending(policy)
         self._unhealthy = Unhealthy()
+        self._slow_ranks = SlowRanks(policy.limits.straggler_action)
         self._current = RunningCycle()
         self._restart_why = ""
         """What ended the last cycle."""
@@ -190,6 +193,8 @@ class CycleMachine:
                 self._iteration_read(event)
             case steps.CycleAttributed():
                 self._attributed(event)
+            case steps.RanksJudged():
+                self._ranks_judged(event)
             case steps.StoreLost():
                 self._fault(start_fault(event.host, "store", event.why))
             case steps.TimerFired():
@@ -482,6 +487,23 @@ class CycleMachine:
         if hang is not None:
             self._fault(hang)
 
+    def _ranks_judged(self, event: steps.RanksJudged) -> None:
+        """Have a node with a slow rank leave, now if a spare is there and a restart is left."""
+        if event.cycle != self.cycle or self.phase not in _AT_WORK or self._ending.end is not None:
+            return
+        for kept in self._slow_ranks.judged(event.verdicts, self.active):
+            self._write(kept)
+        worst = self._slow_ranks.worst
+        if worst is None or self._ending.draining:
+            return
+        used_up = self.budget.used_up(self._now)
+        if not self._has_spare or used_up is not None:
+            why = "there is no spare to take its place" if used_up is None else used_up.why
+            for kept in self._slow_ranks.stays(why):
+                self._write(kept)
+            return
+        self._fault(slow_fault(worst))
+
     # --- stopping ------------------------------------------------------------------------------------
 
     def _fault(self, fault: FaultDetected, tell: bool = True) -> None:
@@ -528,6 +550,8 @@ class CycleMachine:
         self._exclude_as_asked()
         if self._ending.end is None:
             self._exclude_unhealthy()
+            for node, reason in self._slow_ranks.leave(self._free_spares).items():
+                self._put_out(node, reason)
         self._judgement.measure(self._current, self._now)
         shortage = self.members.shortage(self.active)
         untold = shortage is not None and self._ending.left_by_signal
@@ -595,8 +619,13 @@ class CycleMachine:
         return None if gone else self._current.place_of(node)
 
     @property
+    def _free_spares(self) -> int:
+        """How many nodes can go before there are too few."""
+        return self.members.usable_count - self.policy.active_nodes
+
+    @property
     def _has_spare(self) -> bool:
-        return self.members.usable_count > self.policy.active_nodes
+        return self._free_spares > 0
 
     def _replace(self, node: str, decided: Replaced | journal.NodeSuspected | None) -> None:
         match decided:

@@ -7,6 +7,7 @@ import signal
 from nvrx_slurm.coordinator.steps import ControlRequested, RankExited
 from nvrx_slurm.coordinator.unhealthy import Complaint
 from nvrx_slurm.journal import FaultDetected, FaultKind
+from nvrx_slurm.pace import StragglerVerdict
 
 
 def lost_fault(node: str, detector: str, why: str) -> FaultDetected:
@@ -26,6 +27,25 @@ def request_fault(event: ControlRequested) -> FaultDetected:
     """Return the fault of a node that one of its own ranks wants out."""
     return FaultDetected(
         kind=FaultKind.REQUEST, node=event.node, rank=event.rank, detector="rank", detail=event.why
+    )
+
+
+def slow_fault(verdict: StragglerVerdict) -> FaultDetected:
+    """Return the fault of a node with a rank that is slow for good."""
+    return FaultDetected(
+        kind=FaultKind.SLOW,
+        node=verdict.node,
+        rank=verdict.rank,
+        detector="straggler",
+        detail=slow_clause(verdict),
+    )
+
+
+def slow_clause(verdict: StragglerVerdict) -> str:
+    """Return what is slow there: ``forward takes 41.2 ms longer than elsewhere, in 3 of 3 reports``."""
+    return (
+        f"{verdict.section} takes {verdict.lost_ms:.3g} ms longer than elsewhere, in {verdict.reports} of "
+        f"{verdict.of_reports} reports"
     )
 
 

@@ -28,6 +28,7 @@ from nvrx_slurm.coordinator.iteration_file import IterationFile, IterationFileEr
 from nvrx_slurm.coordinator.job_end import leave_exit_code
 from nvrx_slurm.coordinator.job_files import JobFiles
 from nvrx_slurm.coordinator.job_spec import JobSpec
+from nvrx_slurm.coordinator.pace_reports import PaceReports
 from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_OK, EXIT_RESTART_ELSEWHERE
 from nvrx_slurm.coordinator.rank_output import LAST_LINES_TIMEOUT_S, RankOutput
 from nvrx_slurm.coordinator.recorder import Recorder
@@ -67,7 +68,14 @@ class JobRunner:
             spec.monitoring, ft_state, self._files, self._tasks, self._terminal.say
         )
         self._messages = AgentMessages(
-            self._machine, self._feed, self._recorder, self._timeouts, spec.run_dir, self._files, self._tasks
+            self._machine,
+            self._feed,
+            self._recorder,
+            self._timeouts,
+            spec.run_dir,
+            self._files,
+            self._tasks,
+            PaceReports(self._machine, self._feed, self._record, self._server.send, self._tasks),
         )
         self._attributor: Attributor | None = None
         if spec.attribution:

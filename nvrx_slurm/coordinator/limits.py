@@ -17,6 +17,15 @@ class StopAction(str, enum.Enum):
     """The job ends as soon as that costs no training."""
 
 
+class StragglerAction(str, enum.Enum):
+    """What follows when a rank is slow for good."""
+
+    LOG = "log"
+    """It is told."""
+    EXCLUDE = "exclude"
+    """A spare takes the place of its node, if there is one."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """The bounds beside ``max_restarts``; each is checked when a cycle has ended by a fault."""
@@ -32,3 +41,4 @@ class Limits:
     exclude_after: int = 3
     """Faults of its own after which a node leaves the job if a spare can take its place; 0: never."""
     attribution_stop_action: StopAction = StopAction.LOG
+    straggler_action: StragglerAction = StragglerAction.LOG

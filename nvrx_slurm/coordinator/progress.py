@@ -156,7 +156,7 @@ class Progress:
 
     def _early_end(self, signs: Signs, culprit: FaultDetected, seconds: float) -> str:
         """Return how the program failed before any step; empty: it came further, or others made it fail."""
-        others = (FaultKind.NODE_LOST, FaultKind.UNHEALTHY, FaultKind.REQUEST)
+        others = (FaultKind.NODE_LOST, FaultKind.UNHEALTHY, FaultKind.REQUEST, FaultKind.SLOW)
         by_others = culprit.kind in others or culprit.detector == "store"
         if signs.trained or by_others:
             return ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nvrx_slurm.coordinator.unhealthy import Complaint
 from nvrx_slurm.journal.events import AnyEvent
+from nvrx_slurm.pace import StragglerVerdict
 from nvrx_slurm.wire.messages import UNKNOWN_LOCATION, NodeLocation, RankSnapshot
 from nvrx_slurm.wire.rank_channel import WorkloadAction
 
@@ -168,6 +169,15 @@ class CheckpointLoaded:
 
 
 @dataclass(frozen=True)
+class RanksJudged:
+    """The times of all ranks have been compared once more."""
+
+    cycle: int
+    verdicts: tuple[StragglerVerdict, ...]
+    """Who is slow for good."""
+
+
+@dataclass(frozen=True)
 class IterationRead:
     """Answer to :class:`ReadIteration`, whenever it comes."""
 
@@ -269,6 +279,7 @@ Event = (
     | ControlRequested
     | NodeStopped
     | IterationRead
+    | RanksJudged
     | StoreLost
     | StepEnded
     | CycleAttributed

@@ -163,6 +163,12 @@ class Nvml(Protocol):
 
     def throttle_reasons(self, gpu: int) -> int: ...
 
+    def sm_clock_mhz(self, gpu: int) -> tuple[int, int]:
+        """The clock now, and the highest that it can have."""
+        ...
+
+    def temperature_c(self, gpu: int) -> int: ...
+
     def pcie_link(self, gpu: int) -> PcieLink: ...
 
     def utilization(self, gpu: int) -> int:
@@ -271,6 +277,17 @@ class RealNvml:
 
     def throttle_reasons(self, gpu: int) -> int:
         return int(self._ask(self._lib.nvmlDeviceGetCurrentClocksThrottleReasons, gpu))
+
+    def sm_clock_mhz(self, gpu: int) -> tuple[int, int]:
+        lib = self._lib
+        return (
+            int(self._ask(lib.nvmlDeviceGetClockInfo, gpu, lib.NVML_CLOCK_SM)),
+            int(self._ask(lib.nvmlDeviceGetMaxClockInfo, gpu, lib.NVML_CLOCK_SM)),
+        )
+
+    def temperature_c(self, gpu: int) -> int:
+        lib = self._lib
+        return int(self._ask(lib.nvmlDeviceGetTemperature, gpu, lib.NVML_TEMPERATURE_GPU))
 
     def pcie_link(self, gpu: int) -> PcieLink:
         lib = self._lib

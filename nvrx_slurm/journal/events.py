@@ -15,6 +15,8 @@ import msgspec
 from nvrx_slurm.pace import StragglerVerdict
 
 JOURNAL_VERSION = 1
+MOST_RANKS_LISTED = 128
+"""In one :class:`RankScores`: some 2 KiB, however many ranks there are."""
 
 
 class FaultKind(str, enum.Enum):
@@ -36,6 +38,8 @@ class FaultKind(str, enum.Enum):
     """A node's own checks say that no rank there can go on."""
     REQUEST = "request"
     """A rank asked for its node to be left out."""
+    SLOW = "slow"
+    """A rank has been slower than comparable ones for several reports, and a spare is there."""
 
 
 class VerdictAction(str, enum.Enum):
@@ -209,6 +213,44 @@ class StragglerReport(Event, StragglerVerdict, frozen=True, tag="straggler_repor
 
     told_by: int | None = None
     """The rank whose script says so; None: the Coordinator has judged by the times of all ranks."""
+
+
+class RankScores(Event, frozen=True, tag="rank_scores"):
+    """How the ranks stood in one report. Kept are the worst :data:`MOST_RANKS_LISTED`, and nodes."""
+
+    compared: int
+    """Ranks that have a score."""
+    missing: int
+    """Ranks that told nothing, or nothing that can be compared."""
+    median: float
+    """0 to 1, as the scores: the median of comparable ranks over a rank's own time, where it is worst."""
+    sections: list[str]
+    ranks: list[int]
+    """The worst first."""
+    scores: list[float]
+    """Of :attr:`ranks`."""
+    worst_in: list[int]
+    """Where each of :attr:`ranks` is worst: place in :attr:`sections`."""
+    nodes: dict[str, float] = {}
+    """The nodes whose ranks are worst: the mean of their ranks' scores; as many as ranks."""
+
+
+class JobSlowed(Event, frozen=True, tag="job_slowed"):
+    """Most ranks take longer than in their own best report: no rank stands out, and the job is slow."""
+
+    section: str
+    score: float
+    """0 to 1: the middle one of the ranks' best times over their times now."""
+    ranks: int
+    reports: int
+    of_reports: int
+
+
+class StragglerKept(Event, frozen=True, tag="straggler_kept"):
+    """``--straggler-action exclude`` would have a node leave, and it stays."""
+
+    node: str
+    why: str
 
 
 class CheckpointSaved(Event, frozen=True, tag="checkpoint_saved"):
@@ -480,6 +522,9 @@ AnyEvent = (
     | CheckpointSaved
     | CheckpointLoaded
     | StragglerReport
+    | RankScores
+    | JobSlowed
+    | StragglerKept
     | FaultDetected
     | HangEvidence
     | TracesKept

@@ -11,7 +11,14 @@ from nvrx_slurm.report.model import Attributed, Cause, Culprit, HangFound, SeenF
 
 TRACES = "traces"
 """What saw a rank that Flight Recorder traces name, and no deadline."""
-_OF_ONE_RANK = (FaultKind.EXIT, FaultKind.SIGNAL, FaultKind.OOM, FaultKind.HANG, FaultKind.REQUEST)
+_OF_ONE_RANK = (
+    FaultKind.EXIT,
+    FaultKind.SIGNAL,
+    FaultKind.OOM,
+    FaultKind.HANG,
+    FaultKind.REQUEST,
+    FaultKind.SLOW,
+)
 
 
 def is_fault(cycle: CycleNotes, stop_at: float | None) -> bool:

@@ -108,6 +108,8 @@ def what_happened(fault: Cause | SeenFault) -> str:
             return "asked to exclude its node"
         case FaultKind.UNHEALTHY:
             return "unhealthy"
+        case FaultKind.SLOW:
+            return "slow"
         case None:
             return "failed"
 

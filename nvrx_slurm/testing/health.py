@@ -45,6 +45,8 @@ class FakeGpu:
     )
     retired_pages_pending: bool = False
     throttle_reasons: int = 0x1
+    sm_clock_mhz: tuple[int, int] = (1980, 1980)
+    temperature_c: int = 41
     pcie_link: PcieLink = field(default_factory=lambda: PcieLink(5, 5, 16, 16))
     utilization: int = 0
     processes: list[int] = field(default_factory=list)
@@ -100,6 +102,12 @@ class FakeNvml:
 
     def retired_pages_pending(self, gpu: int) -> bool:
         return self._answer("retired_pages_pending", gpu, lambda: self.gpus[gpu].retired_pages_pending)
+
+    def sm_clock_mhz(self, gpu: int) -> tuple[int, int]:
+        return self._answer("sm_clock_mhz", gpu, lambda: self.gpus[gpu].sm_clock_mhz)
+
+    def temperature_c(self, gpu: int) -> int:
+        return self._answer("temperature_c", gpu, lambda: self.gpus[gpu].temperature_c)
 
     def throttle_reasons(self, gpu: int) -> int:
         return self._answer("throttle_reasons", gpu, lambda: self.gpus[gpu].throttle_reasons)

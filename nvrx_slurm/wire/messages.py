@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from nvrx_slurm.pace import StragglerVerdict
+from nvrx_slurm.pace.exchange import NodePeriod, Scores
 from nvrx_slurm.wire.node_options import NodeOptions
 from nvrx_slurm.wire.rank_channel import CheckpointEvent, WorkloadAction
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
@@ -213,6 +214,13 @@ class StragglerReport(Message, frozen=True):
     verdict: StragglerVerdict
 
 
+class NodePace(Message, frozen=True):
+    """How long the ranks of this node took, as many as told it at about the same time."""
+
+    cycle: int
+    period: NodePeriod
+
+
 class ControlRequest(Message, frozen=True):
     """A rank wants its node out of the job, or the job to end."""
 
@@ -294,6 +302,7 @@ AgentMessage = (
     | StepReached
     | CheckpointReport
     | StragglerReport
+    | NodePace
     | ControlRequest
     | HangEvidence
     | TracesKept
@@ -370,6 +379,14 @@ class AskToStop(Message, frozen=True):
     cycle: int
 
 
+class PaceScores(Message, frozen=True):
+    """How the ranks stood in the last report, for some ranks of this node."""
+
+    cycle: int
+    to: list[int]
+    scores: Scores
+
+
 class Shutdown(Message, frozen=True):
     """Stop the workers, send what is left of their output, and exit 0."""
 
@@ -377,7 +394,9 @@ class Shutdown(Message, frozen=True):
     """The job's exit code."""
 
 
-CoordinatorMessage = Welcome | Refused | StartWorkers | StopWorkers | Probe | AskToStop | Shutdown
+CoordinatorMessage = (
+    Welcome | Refused | StartWorkers | StopWorkers | Probe | AskToStop | PaceScores | Shutdown
+)
 
 
 # --- agent to Coordinator, on the stream of logs ------------------------------------------------------

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import enum
 import math
+from pathlib import Path
 
 import msgspec
 
 from nvrx_slurm.pace import StragglerVerdict
+from nvrx_slurm.pace.exchange import Name, Period, is_name, is_period
+from nvrx_slurm.pace.names import MOST_NAMES
 from nvrx_slurm.wire.timeouts import MAX_NAME_BYTES, HeartbeatTimeouts, SectionTimeouts
 
 SOCKET_VARIABLE = "NVRX_RANK_SOCKET"
@@ -85,6 +88,25 @@ class Straggler(Request, frozen=True):
     verdict: StragglerVerdict
 
 
+class PaceNames(Request, frozen=True):
+    """Names of sections and kernels that :class:`PacePeriod` has numbers for."""
+
+    first: int
+    """The number of the first."""
+    names: list[Name]
+
+
+class PacePeriod(Request, frozen=True):
+    """How long this rank took since it last said so; the answer is a file beside its page."""
+
+    period: Period
+
+
+def pace_path(page: Path) -> Path:
+    """Return where a rank finds the scores of all ranks, beside its heartbeat page."""
+    return page.with_suffix(".pace")
+
+
 class ProgramFailed(Request, frozen=True):
     """The main thread has failed; the process itself ends soon, or is kept by something."""
 
@@ -125,7 +147,15 @@ def is_verdict(verdict: StragglerVerdict) -> bool:
 
 
 RankRequest = (
-    MonitoringStarted | FirstHeartbeat | Checkpoint | Control | TimeoutsChanged | Straggler | ProgramFailed
+    MonitoringStarted
+    | FirstHeartbeat
+    | Checkpoint
+    | Control
+    | TimeoutsChanged
+    | Straggler
+    | PaceNames
+    | PacePeriod
+    | ProgramFailed
 )
 
 encode_request = msgspec.json.Encoder().encode
@@ -144,6 +174,10 @@ def is_acceptable(request: RankRequest) -> bool:
             return all(map(is_timeout, [*values, *section.section.values()]))
         case Straggler():
             return is_verdict(request.verdict)
+        case PaceNames():
+            return 0 <= request.first <= MOST_NAMES and all(map(is_name, request.names))
+        case PacePeriod():
+            return is_period(request.period)
         case ProgramFailed():
             return 0 < request.exit < 256
         case _:
