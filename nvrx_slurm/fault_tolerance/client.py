@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from nvrx_slurm.fault_tolerance import stopping
+from nvrx_slurm.fault_tolerance.channel import connect, one_line
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.fault_tolerance.flight_recorder import serve_traces
 from nvrx_slurm.fault_tolerance.stacks import StacksOnRequest
@@ -27,11 +28,8 @@ from nvrx_slurm.fault_tolerance.timeouts import (
 )
 from nvrx_slurm.pace import StragglerVerdict
 from nvrx_slurm.wire import rank_channel
-from nvrx_slurm.wire.flight_recorder import short_address
 from nvrx_slurm.wire.page import PAGE_VARIABLE, HeartbeatPage
 from nvrx_slurm.wire.rank_channel import (
-    MAX_DESCRIPTION,
-    SOCKET_VARIABLE,
     CheckpointEvent,
     RankRequest,
     WorkloadAction,
@@ -171,9 +169,7 @@ class RankMonitorClient:
             local_rank = int(os.environ["LOCAL_RANK"])
             monitoring = msgspec.json.decode(os.environ[MONITORING_VARIABLE], type=Monitoring)
             page = HeartbeatPage.open(page_path)
-            channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            with short_address(Path(os.environ[SOCKET_VARIABLE])) as address:
-                channel.connect(address)
+            channel = connect()
         except (KeyError, OSError, ValueError) as error:
             raise RankMonitorClientError(f"cannot reach this rank's monitor: {error!r}") from error
         self._page, self._socket, self._monitoring = page, channel, monitoring
@@ -432,7 +428,7 @@ class RankMonitorClient:
             return
         if self._socket is None:
             _log.warning("no rank monitor here: nobody does what was asked for: %s", request)
-        description = _one_line(request.description)
+        description = one_line(request.description)
         action = WorkloadAction(request.action)
         self._tell(
             rank_channel.Control(rank=self._rank, cycle=self._cycle, action=action, description=description)
@@ -455,7 +451,7 @@ class RankMonitorClient:
         Raises:
             RankMonitorClientError: ``step`` is no integer of 64 bits, or monitoring has not begun.
         """
-        self._report_checkpoint(CheckpointEvent.LOADED, step, layer, _one_line(why))
+        self._report_checkpoint(CheckpointEvent.LOADED, step, layer, one_line(why))
 
     def report_straggler(
         self, rank: int, section: str, score: float, lost_ms: float, reports: int, of_reports: int
@@ -535,9 +531,3 @@ class RankMonitorClient:
             _log.warning("the rank monitor is gone: %s", error)
             self._socket.close()
             self._socket = None
-
-
-def _one_line(text: object) -> str:
-    """Return ``text`` as the journal takes it: printable, in one line, not too long."""
-    words = " ".join(str(text).split())[:MAX_DESCRIPTION]
-    return "".join(char if char.isprintable() else "?" for char in words)

@@ -217,7 +217,7 @@ def _cycle(
         resumed_from=course.resumed_from,
         resumed_by=course.resumed_by,
         last_step=course.last_step,
-        saved_step=max((step for _, step in notes.saves), default=None),
+        saved=dict(notes.saved),
         trained_s=spent.get((index, Phase.TRAINING), 0.0),
         redone_s=spent.get((index, Phase.REDOING), 0.0),
         recovery=recovery_after(index, courses, attempts, until),

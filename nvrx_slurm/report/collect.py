@@ -49,7 +49,8 @@ class CycleNotes:
     attributed: CycleAttributed | None = None
     """By our own rules."""
     loads: list[tuple[float, CheckpointLoaded]] = field(default_factory=list)
-    saves: list[tuple[float, int]] = field(default_factory=list)
+    saved: dict[str, int] = field(default_factory=dict)
+    """Newest checkpoint of each layer."""
     steps: list[tuple[float, int]] = field(default_factory=list)
     """Steps reached, in the journal's order; lower after higher where a load took steps back."""
     last_at: float = 0.0
@@ -220,8 +221,8 @@ def _note_in_cycle(cycle: CycleNotes, at: float, record: Record) -> None:
                 cycle.steps.append((at, event.step))
         case Progress(step=step):
             cycle.steps.append((at, step))
-        case CheckpointSaved(step=step):
-            cycle.saves.append((at, step))
+        case CheckpointSaved(step=step, layer=layer):
+            cycle.saved[layer] = max(step, cycle.saved.get(layer, step))
             # Saving ends late: an older step than the last known one is no step back.
             if not cycle.steps or step > cycle.steps[-1][1]:
                 cycle.steps.append((at, step))

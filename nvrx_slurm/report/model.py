@@ -7,6 +7,7 @@ the journal does not tell.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -282,8 +283,8 @@ class CycleReport:
     resumed_by: ResumeSource | None
     last_step: int | None
     """Last step that the cycle is known to have done."""
-    saved_step: int | None
-    """Newest checkpoint that was saved in it."""
+    saved: Mapping[str, int]
+    """Newest checkpoint that was saved in it, by layer."""
     trained_s: float
     """New steps only."""
     redone_s: float

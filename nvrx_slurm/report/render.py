@@ -200,13 +200,22 @@ def _fact_lines(report: JobReport, zone: tzinfo | None) -> Iterator[tuple[str, s
 def _step_facts(report: JobReport) -> str:
     if report.last_step is None:
         return "none reported, so steps lost are not known"
-    saved = max((c.saved_step for c in report.cycles if c.saved_step is not None), default=None)
+    saved: dict[str, int] = {}
+    for cycle in report.cycles:
+        for layer, step in cycle.saved.items():
+            saved[layer] = max(step, saved.get(layer, step))
+    newest = ", ".join(f"{step} ({clean(layer)})" for layer, step in sorted(saved.items(), key=_newest_first))
     lost = sum(c.recovery.steps_lost or 0 for c in report.cycles if c.recovery is not None)
     parts = [
         f"last {report.last_step}",
-        f"checkpoint {saved}" if saved is not None else "no checkpoint reported",
+        f"checkpoint {newest}" if saved else "no checkpoint reported",
     ]
     return ", ".join([*parts, f"{lost} lost to restarts"])
+
+
+def _newest_first(saved: tuple[str, int]) -> tuple[int, str]:
+    layer, step = saved
+    return -step, layer
 
 
 def _notes(report: JobReport) -> Iterator[Text]:

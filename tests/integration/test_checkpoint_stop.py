@@ -29,7 +29,7 @@ local = LocalCheckpointManager(f"{folder}/parts")
 if cycle == 0 and rank == 0:
     local.save(BasicTensorAwareStateDict({"step": 1}), 1)
     checkpoint = TorchAsyncCheckpoint()
-    checkpoint.async_save({"step": 1}, path)
+    checkpoint.async_save({"step": 1}, path, step=1)
     checkpoint.finalize_async_save(blocking=True)
     worker = checkpoint._queue._caller._current.pid
     os.kill(worker, signal.SIGSTOP)
@@ -67,6 +67,11 @@ def test_a_copied_checkpoint_is_written_although_its_rank_has_died(job: Jobs) ->
     os.kill(worker.pid, signal.SIGCONT)
     assert run.wait() == 0, run.stderr
     assert run.log("rank_0", cycle=1) == "worker is gone\nstep 2, local 2\n"
+    # Nobody has finalized the second save, so the journal does not know of it; but it was loaded.
+    saved = {(event.step, event.layer) for event in run.events(journal.CheckpointSaved)}
+    assert saved == {(1, "local"), (1, "shared")}
+    loaded = run.events(journal.CheckpointLoaded)
+    assert loaded == [journal.CheckpointLoaded(step=2, layer="local", rank=0)]
     assert run.nothing_is_left()
 
 

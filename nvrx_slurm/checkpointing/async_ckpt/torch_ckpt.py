@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, SnapshotMode
 from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
 from nvrx_slurm.checkpointing.storage.torch_file import save
+from nvrx_slurm.fault_tolerance.checkpoint_reports import job_journal
 
 
 class TorchAsyncCheckpoint:
@@ -40,11 +42,21 @@ class TorchAsyncCheckpoint:
             persistent_queue, snapshot_mode=snapshot_mode, max_inflight_bytes=max_inflight_bytes
         )
 
-    def async_save(self, state_dict: Any, f: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def async_save(
+        self,
+        state_dict: Any,
+        f: str | os.PathLike[str],
+        *args: Any,
+        step: int | None = None,
+        layer: str = "shared",
+        **kwargs: Any,
+    ) -> None:
         """Begin to save the state as it is now.
 
         Args:
             f: where to. Not an open file: that could not be replaced when it is whole.
+            step: of training; when the save is finalized the job's journal is told of it, where there is one.
+            layer: what the journal calls such checkpoints.
 
         Raises:
             TypeError: an open file, or an option of torch.save, all of which would change the format.
@@ -53,7 +65,10 @@ class TorchAsyncCheckpoint:
             raise TypeError(f"async_save takes a path, not {type(f).__name__}")
         if args or kwargs:
             raise TypeError("async_save takes a state and a path, and none of torch.save's options")
-        self._queue.schedule_async_request(AsyncRequest(FileWrites([(Path(f), state_dict)]), (), []))
+        request = AsyncRequest(FileWrites([(Path(f), state_dict)]), (), [])
+        if step is not None:
+            request.add_finalize_fn(partial(job_journal().report_checkpoint_saved, step, layer))
+        self._queue.schedule_async_request(request)
 
     def finalize_async_save(
         self, blocking: bool = False, no_dist: bool = True, terminate: bool = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvrx_slurm.checkpointing.local.ckpt_managers.base_manager import BaseCheckpointManager
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, ExchangeError
+from nvrx_slurm.fault_tolerance.checkpoint_reports import job_journal
 
 if TYPE_CHECKING:
     from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue
@@ -109,7 +110,7 @@ class CheckpointLadder:
         """
         Args:
             layers: the quickest to load from first.
-            journal: is told of every checkpoint, by rank 0; None: nobody is.
+            journal: is told of every checkpoint, by rank 0; by default the job's, where there is one.
             queue: saves are written in its background; it is this ladder's alone. Then call ``finalize``
                 between steps. None: a save returns when it is durable.
 
@@ -123,7 +124,9 @@ class CheckpointLadder:
             if layer.every < 1:
                 raise ValueError(f"layer {layer.name}: every={layer.every}, a number from 1 is accepted")
         self._layers = list(layers)
-        self._journal = journal
+        self._journal = journal or job_journal()
+        for layer in layers:
+            layer.manager.layer = ""  # the ladder tells, by its own names
         self._queue = queue
         self._pending: deque[Layer] = deque()
 
@@ -164,7 +167,7 @@ class CheckpointLadder:
                 continue
             why = why_chosen(candidate, whole, failed)
             self._begin_anew()
-            if self._journal and self._first:
+            if self._first:
                 self._journal.report_checkpoint_loaded(candidate.step, candidate.layer, why)
             return Loaded(state, candidate.step, candidate.layer, why)
         self._begin_anew()
@@ -245,7 +248,7 @@ class CheckpointLadder:
             _log.warning("training goes on without a %s checkpoint: %s", layer.name, error)
 
     def _report_saved(self, step: int, layer: str) -> None:
-        if self._journal and self._first:
+        if self._first:
             self._journal.report_checkpoint_saved(step, layer)
 
     def _begin_anew(self) -> None:

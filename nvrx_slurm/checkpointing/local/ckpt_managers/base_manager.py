@@ -32,6 +32,7 @@ from nvrx_slurm.checkpointing.local.replication.exchange import DEFAULT_TIMEOUT,
 from nvrx_slurm.checkpointing.local.replication.strategies import ReplicationStrategy
 from nvrx_slurm.checkpointing.local.space import Room, shortage, total_of
 from nvrx_slurm.checkpointing.storage import checksum
+from nvrx_slurm.fault_tolerance.checkpoint_reports import job_journal
 
 if TYPE_CHECKING:
     from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
@@ -66,6 +67,7 @@ class BaseCheckpointManager(ABC):
         *,
         keep: int = 1,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        layer: str = "local",
     ) -> None:
         """
         Args:
@@ -73,6 +75,7 @@ class BaseCheckpointManager(ABC):
             repl_strategy: None: a rank keeps its own parts only.
             keep: iterations that stay when a new one is whole, itself included.
             timeout: for each exchange between ranks.
+            layer: what the job's journal calls these checkpoints; empty: it is not told of them.
 
         Raises:
             ValueError: ``keep`` is below 1.
@@ -85,6 +88,7 @@ class BaseCheckpointManager(ABC):
         """What ``find_latest`` has found; -1: it looks (again)."""
         self.globally_available_ids: dict[int, list[CkptID]] = {}
         """By rank, what it held when ``find_latest`` looked."""
+        self.layer = layer
         self._keep = keep
         self._timeout = timeout
         self._pool = BufferPool()
@@ -191,6 +195,8 @@ class BaseCheckpointManager(ABC):
         part = retrieve(self, save, ckpt_id)
         state = state_of(part)
         state.restore_tensor_device(non_blocking=False)
+        if self.layer and self.rank == 0:
+            job_journal().report_checkpoint_loaded(save.iteration, self.layer)
         return state, ckpt_id
 
     def load_resharded(self, like: BasicTensorAwareStateDict) -> tuple[BasicTensorAwareStateDict, int]:
@@ -382,6 +388,8 @@ class BaseCheckpointManager(ABC):
                 iteration,
                 own[0].iteration,
             )
+        if self.layer and self.rank == 0:
+            job_journal().report_checkpoint_saved(iteration, self.layer)
         kept = sorted({save.iteration for save in own if save.iteration <= iteration})[-self._keep :]
         later(partial(self._cleanup, kept[0]))
 

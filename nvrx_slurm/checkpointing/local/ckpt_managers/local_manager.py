@@ -47,6 +47,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         *,
         keep: int = 1,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        layer: str = "local",
     ) -> None:
         """
         Args:
@@ -55,13 +56,14 @@ class LocalCheckpointManager(BaseCheckpointManager):
             repl_strategy: None: a rank keeps its own parts only, and a lost node is a lost checkpoint.
             keep: iterations that stay when a new one is whole, itself included.
             timeout: for each exchange between ranks.
+            layer: what the job's journal calls these checkpoints; empty: it is not told of them.
 
         Raises:
             ValueError: ``keep`` is below 1, or ``session_id`` is no name of a directory.
         """
         if "/" in session_id or session_id in (".", "..") or "\0" in session_id:
             raise ValueError(f"session_id {session_id!r} can't be the name of a directory")
-        super().__init__(session_id, repl_strategy, keep=keep, timeout=timeout)
+        super().__init__(session_id, repl_strategy, keep=keep, timeout=timeout, layer=layer)
         self.root_local_ckpt_dir = Path(root_local_ckpt_dir)
         self._headers: dict[Path, tuple[_Stamp, Header | None]] = {}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="nvrx-ckpt-cleanup")
