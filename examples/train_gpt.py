@@ -26,6 +26,7 @@ import torch.distributed as dist
 from gpt import checkpoints
 from gpt.losses import LossFile
 from gpt.model import GPT
+from gpt.pace import Pace
 from gpt.text import Text
 from torch import Tensor, nn
 
@@ -55,10 +56,12 @@ def main(
     if near:
         training.resume_near(client)
 
+    pace = Pace(options.straggler_interval, options.stop_if_straggler)
     losses = LossFile(options.out / "loss.jsonl") if ranks.first else None
     stop = False
     while training.step < options.steps and not stop:
-        loss, stop = training.run_step(want_stop=client.should_stop())
+        loss, stop = training.run_step(pace, want_stop=client.should_stop())
+        stop = pace.end_step() or stop
         client.send_heartbeat(step=training.step)
         on_phase("step", training.step)
         if losses:
@@ -72,6 +75,7 @@ def main(
             training.save()
         for step in training.newly_saved(wait=last):
             client.report_checkpoint_saved(step)
+    pace.close()
     if training.background:
         training.background.close()
     if losses:
@@ -153,15 +157,21 @@ class Training:
             self.files = background
             self.background = background.Saver(options.out) if ranks.first else None
 
-    def run_step(self, *, want_stop: bool) -> tuple[float, bool]:
+    def run_step(self, pace: Pace, *, want_stop: bool) -> tuple[float, bool]:
         """One optimizer step: the loss averaged over all ranks, and whether any of them wants to stop."""
         options = self.options
-        tokens, targets = self.text.batch(
-            seed=options.seed, step=self.step, rank=self.ranks.rank, batch=options.batch, block=options.block
-        )
-        self.gradients.zero()
-        loss = self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device))
-        loss.backward()
+        with pace.section("load"):
+            tokens, targets = self.text.batch(
+                seed=options.seed,
+                step=self.step,
+                rank=self.ranks.rank,
+                batch=options.batch,
+                block=options.block,
+            )
+        with pace.section("compute"):
+            self.gradients.zero()
+            loss = self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device))
+            loss.backward()
         mean_loss, stop = self.gradients.average_over_ranks(loss.detach(), want_stop)
         self.optimizer.step()
         self.scheduler.step()
@@ -363,6 +373,18 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="sleep in each step, as a larger model would compute; for demonstrations",
     )
+    add(
+        "--straggler-interval",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="compare the ranks' pace so often, and say who is slow; 0: never",
+    )
+    add(
+        "--stop-if-straggler",
+        action="store_true",
+        help="end, with a checkpoint, when a rank is slow for good",
+    )
     add("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl where there is a GPU")
     options = parser.parse_args(argv)
     for name in ("steps", "ckpt_every", "batch", "block", "layers", "heads", "width"):
@@ -370,6 +392,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.width % options.heads:
         parser.error(f"--heads must divide --width: {options.width} is no multiple of {options.heads}")
+    if not 0 <= options.straggler_interval < math.inf:
+        parser.error(f"--straggler-interval must not be negative, not {options.straggler_interval}")
     if options.step_delay < 0:
         parser.error(f"--step-delay must not be negative, not {options.step_delay}")
     return options

@@ -6,7 +6,7 @@ Whoever has the times of all ranks judges by it: rank 0 of a script that exchang
 
 from nvrx_slurm.pace.measured import Kernel, KernelTime, Measured
 from nvrx_slurm.pace.verdict import GPU_KERNELS, KernelLoss, StragglerVerdict
-from nvrx_slurm.pace.watch import Judgement, RankScore, SlowDown, Watch
+from nvrx_slurm.pace.watch import Judgement, RankScore, Recent, SlowDown, Watch
 
 __all__ = [
     "GPU_KERNELS",
@@ -16,6 +16,7 @@ __all__ = [
     "KernelTime",
     "Measured",
     "RankScore",
+    "Recent",
     "SlowDown",
     "StragglerVerdict",
     "Watch",

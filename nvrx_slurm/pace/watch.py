@@ -93,8 +93,8 @@ class Watch:
         self._threshold = threshold
         self._deviations = deviations
         # By node, too: another node's rank of the same number begins anew.
-        self._slow = _Recent[tuple[str, int, str]](slow_reports, of_reports)
-        self._slower = _Recent[str](slow_reports, of_reports)
+        self._slow = Recent[tuple[str, int, str]](slow_reports, of_reports)
+        self._slower = Recent[str](slow_reports, of_reports)
         self._best: defaultdict[str, dict[int, float]] = defaultdict(dict)
 
     def add(self, report: Measured) -> list[StragglerVerdict]:
@@ -141,7 +141,7 @@ class Watch:
         ]
 
 
-class _Recent(Generic[_K]):
+class Recent(Generic[_K]):
     """In how many of the last reports each thing was so; what never was takes no room."""
 
     def __init__(self, needed: int, of: int) -> None:

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from nvrx_slurm.fault_tolerance.pace_channel import PaceChannel
+from nvrx_slurm.straggler.agents import OverAgents
 from nvrx_slurm.straggler.callables import CallableId, WrappedCallables
 from nvrx_slurm.straggler.exchange import Alone, Exchange, ExchangeError, OverTorch
 from nvrx_slurm.straggler.gpu import find_gpu_times
@@ -20,6 +22,7 @@ from nvrx_slurm.straggler.interval import ReportInterval
 from nvrx_slurm.straggler.report import Report
 from nvrx_slurm.straggler.reporting import SCORES, ReportGenerator
 from nvrx_slurm.straggler.sections import GpuTimes, Sections
+from nvrx_slurm.straggler.statistic import Summary
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +37,10 @@ class _Running:
     interval: ReportInterval
     collective: bool
     """Reports need the other ranks."""
+    agents: OverAgents | None
+    """This rank's agent hears of every period."""
+    by_agents: bool
+    """Reports come from there."""
     timeout_s: float
     callables: WrappedCallables
     exchange: OverTorch | None = None
@@ -84,7 +91,7 @@ class Detector:
 
     _running: ClassVar[_Running | None] = None
 
-    def __new__(cls) -> NoReturn:
+    def __new__(cls) -> Detector:
         raise RuntimeError("Detector is not instantiated: call its class methods")
 
     @classmethod
@@ -96,6 +103,7 @@ class Detector:
         report_time_interval: float = 60.0,
         node_name: str | None = None,
         timeout_s: float = 60.0,
+        exchange: str = "auto",
     ) -> None:
         """Begin.
 
@@ -107,6 +115,9 @@ class Detector:
             report_time_interval: seconds between reports of :meth:`generate_report_if_interval_elapsed`.
             node_name: of this rank; the host's name by default.
             timeout_s: how long the other ranks are waited for in a report.
+            exchange: ``"auto"``: through the agents under nvrx-srun or nvrx-launch, where a report never
+                waits and is of the period before; elsewhere, and with ``"torch"``, through
+                ``torch.distributed``.
 
         Raises:
             RuntimeError: it has been called already.
@@ -121,7 +132,10 @@ class Detector:
         for name, seconds in (("report_time_interval", report_time_interval), ("timeout_s", timeout_s)):
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} is {seconds!r}: seconds above 0 are accepted")
+        if exchange not in ("auto", "torch"):
+            raise ValueError(f"exchange is {exchange!r}: 'auto' or 'torch' is accepted")
         scores = _scores(scores_to_compute)
+        channel = PaceChannel.open()
         gpu = find_gpu_times()
         cls._running = _Running(
             sections=Sections(profiling_interval, gpu),
@@ -129,6 +143,8 @@ class Detector:
             generator=ReportGenerator(scores, gather_on_rank0, node_name or socket.gethostname()),
             interval=ReportInterval(report_time_interval, profiling_interval),
             collective=gather_on_rank0 or "relative_perf_scores" in scores,
+            agents=None if channel is None else OverAgents(channel, scores, gather_on_rank0),
+            by_agents=channel is not None and exchange == "auto",
             timeout_s=timeout_s,
             callables=WrappedCallables(),
         )
@@ -141,6 +157,8 @@ class Detector:
             running.callables.restore()
             if running.exchange is not None:
                 running.exchange.close()
+            if running.agents is not None:
+                running.agents.close()
 
     @classmethod
     def detection_section(
@@ -188,9 +206,11 @@ class Detector:
     def generate_report(cls) -> Report | None:
         """End a period, and report on it; every rank calls it, unless nothing is compared or gathered.
 
+        Through the agents, it returns at once, and what it returns is the newest report that has come back.
+
         Returns:
-            None on other ranks than 0 of a gathered report, and if another rank did not take part, which is
-            said in the log.
+            None on other ranks than 0 of a gathered report, if no new one has come through the agents, and if
+            another rank did not take part, which is said in the log.
 
         Raises:
             RuntimeError: before :meth:`initialize`.
@@ -198,6 +218,11 @@ class Detector:
         running = cls._require()
         sections = running.sections.summaries()
         kernels = running.gpu.summaries() if running.gpu is not None else {}
+        if running.agents is not None:
+            of_sections: dict[str, dict[str, Summary]] = getattr(running.gpu, "section_kernels", dict)()
+            running.agents.tell(sections, kernels, running.generator, of_sections)
+            if running.by_agents:
+                return running.agents.report(sections, kernels)
         try:
             return running.generator.generate(sections, kernels, running.others())
         except ExchangeError as error:
@@ -213,7 +238,12 @@ class Detector:
         """
         running = cls._require()
 
+        if running.agents is not None:
+            running.agents.count_iteration()
+
         def longest(value: float) -> float:
+            if running.by_agents:
+                return value
             return -float(running.others().smallest(torch.tensor([-value], dtype=torch.float64)))
 
         try:
@@ -231,6 +261,22 @@ class Detector:
             RuntimeError: before :meth:`initialize`.
         """
         return cls._require().interval_elapsed
+
+    @classmethod
+    def any_rank(cls, flag: bool) -> bool:
+        """Tell whether ``flag`` is true on any rank that takes part; all call it in the same iteration.
+
+        A rank that is gone costs ``timeout_s``, and then each goes by its own flag, as reports do.
+
+        Raises:
+            RuntimeError: before :meth:`initialize`.
+        """
+        running = cls._require()
+        try:
+            return float(running.others().smallest(torch.tensor([-float(flag)], dtype=torch.float64))) < 0
+        except ExchangeError as error:
+            running.give_up(error)
+            return flag
 
     @classmethod
     def _require(cls) -> _Running:

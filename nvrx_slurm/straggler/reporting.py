@@ -58,12 +58,7 @@ class ReportGenerator:
         begun = time.perf_counter()
         kernels_of_its_own = own_kernels(kernels)
         section_medians, kernel_medians = medians(sections), medians(kernels_of_its_own)
-        individual_sections: dict[str, float] = {}
-        individual_gpu = math.nan
-        if INDIVIDUAL in self._scores:
-            best = self._best_sections.update(section_medians)
-            individual_sections = section_scores(best, sections)
-            individual_gpu = gpu_score(self._best_kernels.update(kernel_medians), kernels_of_its_own)
+        individual_sections, individual_gpu = self.individual(sections, kernels)
         relative_sections: dict[str, float] = {}
         relative_gpu = math.nan
         if RELATIVE in self._scores or self._gathers:
@@ -104,6 +99,20 @@ class ReportGenerator:
             rank=exchange.rank,
             section_medians=of_sections[2],
         )
+
+    def individual(
+        self, sections: Mapping[str, Summary], kernels: Mapping[str, Summary]
+    ) -> tuple[dict[str, float], float]:
+        """Take in one period; return this rank's individual scores: of sections, and of its GPU.
+
+        Both say nothing where they were not asked for.
+        """
+        if INDIVIDUAL not in self._scores:
+            return {}, math.nan
+        kernels_of_its_own = own_kernels(kernels)
+        best = self._best_sections.update(medians(sections))
+        best_kernels = self._best_kernels.update(medians(kernels_of_its_own))
+        return section_scores(best, sections), gpu_score(best_kernels, kernels_of_its_own)
 
     def _tell_nodes(self, exchange: Exchange) -> None:
         if self._nodes is None:
