@@ -77,9 +77,10 @@ def _end_groups(torch: Any, deadline: float) -> None:
     for each in aborts:
         if each not in hanging and each.exception() is not None:
             _log.warning("an NCCL communicator could not be aborted: %s", each.exception())
-    del groups
     destroyed = in_thread(torch.distributed.destroy_process_group, "nvrx-destroy")
     wait([destroyed], max(deadline - monotonic(), 0))
+    # torch has forgotten them; taking them apart waits for their threads, and nobody needs to wait for that.
+    in_thread(groups.clear, "nvrx-release")
     if hanging or not destroyed.done():
         _log.warning("process groups still hang; the restart goes on without them")
     elif destroyed.exception() is not None:
