@@ -297,6 +297,25 @@ class TestFaults:
         worker._reader.join(20)
         assert self.saves_again(checkpoint, tmp_path / "b")
 
+    def test_a_worker_that_dies_during_the_copy_leaves_the_memory_to_the_copy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = threading.Lock()
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", held_memmove(held))
+        checkpoint = TorchAsyncCheckpoint()
+        with held:
+            checkpoint.async_save([torch.zeros(SIZE) for _ in range(MANY)], tmp_path / "a.pt")
+            worker = checkpoint._queue._caller._current  # type: ignore[union-attr]
+            os.kill(worker.pid, signal.SIGKILL)
+            worker._reader.join(20)
+            assert len(checkpoint._queue._pool._in_use) == 1
+        with pytest.raises(AsyncSaveError, match="SIGKILL"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert checkpoint._queue._pool._in_use == []
+        assert list(tmp_path.iterdir()) == []
+        assert self.saves_again(checkpoint, tmp_path / "b")
+        checkpoint.close()
+
     def test_a_missing_directory(self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint) -> None:
         checkpoint.async_save({}, tmp_path / "missing" / "a")
         with pytest.raises(AsyncSaveError, match="No such file or directory"):
@@ -369,6 +388,28 @@ class TestTrainerEnds:
         # The worker has inherited standard output, so run() has waited for its end, or nearly.
         assert ended(int(done.stdout))
         assert torch.load(tmp_path / "a.pt")["a"].sum() == 1000
+
+    def test_killed_during_the_copy_nothing_is_left_and_the_worker_ends(self, tmp_path: Path) -> None:
+        program = (
+            "import ctypes, os, signal, sys, threading, torch\n"
+            "from nvrx_slurm.checkpointing.async_ckpt import snapshot, torch_ckpt\n"
+            "held, real = threading.Event(), snapshot.Snapshot._copy\n"
+            "def copy(self, piece):\n"
+            "    if piece.target > 20 << 20: held.set(); threading.Event().wait()\n"
+            "    real(self, piece)\n"
+            "snapshot.Snapshot._copy = copy\n"
+            "checkpoint = torch_ckpt.TorchAsyncCheckpoint()\n"
+            "checkpoint.async_save({'a': torch.ones(10 << 20)}, sys.argv[1])\n"
+            "held.wait()\n"
+            "print(checkpoint._queue._caller._current.pid, flush=True)\n"
+            "os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, tmp_path / "a.pt"], stdout=subprocess.PIPE, text=True, timeout=90
+        )
+        assert done.returncode == -signal.SIGKILL
+        assert ended(int(done.stdout))
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestWriting:

@@ -150,6 +150,8 @@ class AsyncCallsQueue:
                 stay pending.
         """
         finalized = []
+        if blocking:
+            ensure_snapshotted()  # this thread has nothing better to do than to copy, too
         while self._pending:
             oldest = self._pending[0]
             if blocking:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
 from nvrx_slurm.checkpointing.storage.image import ImageSpec
 
 _LENGTH = struct.Struct("<Q")
-Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class CallWorld(msgspec.Struct, frozen=True):
@@ -23,8 +22,8 @@ class CallWorld(msgspec.Struct, frozen=True):
     """The user's script, if the call mentions it."""
 
 
-class Task(msgspec.Struct, frozen=True):
-    """Something for the worker to do with what lies in an arena."""
+class Task(msgspec.Struct, frozen=True, tag=True):
+    """Something for the worker to do with what lies in an arena, or will."""
 
     number: int
     arena: int
@@ -35,6 +34,18 @@ class Task(msgspec.Struct, frozen=True):
     """… this says where it finds its modules."""
     dropped: tuple[int, ...] = ()
     """Arenas that are not used any more."""
+
+
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """How far the snapshot of a task has come."""
+
+    task: int
+    up_to: int = 0
+    """Everything in the arena before this offset is there."""
+    is_whole: bool = False
+    """Nothing more comes, and what is there counts; or …"""
+    failure: str | None = None
+    """… the snapshot has failed, and so has the task."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -57,8 +68,8 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
     sock.sendall(content)
 
 
-def receive(sock: socket.socket, kind: type[Message]) -> tuple[Message, int | None]:
-    """Wait for a message; return it with the descriptor that came along.
+def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
+    """Wait for a message of a class, or of several; return it with the descriptor that came along.
 
     Raises:
         EOFError: the other side is gone.

@@ -12,9 +12,10 @@ import collections
 import ctypes
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -40,91 +41,127 @@ class ChangedTooEarlyError(RuntimeError):
     """A tensor was changed before its snapshot was made."""
 
 
+class Listener(Protocol):
+    """Is told, on any thread, how a snapshot goes."""
+
+    def advanced(self, up_to: int) -> None:
+        """Everything in the arena before ``up_to`` is there."""
+
+    def ended(self, error: Exception | None) -> None:
+        """It is whole, or has failed; called once."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A part of a storage, and where it goes."""
+
+    target: int
+    storage: Any
+    start: int
+    size: int
+
+
 class Snapshot:
-    """Copies that are to be made into an arena, and the call that follows the last one."""
+    """Copies that are to be made into an arena, in the order of their places there."""
 
     def __init__(
-        self,
-        arena: Arena,
-        images: Sequence[tuple[int, FileImage]],
-        mode: SnapshotMode,
-        when_copied: Callable[[Exception | None], None],
+        self, arena: Arena, images: Sequence[tuple[int, FileImage]], mode: SnapshotMode, listener: Listener
     ) -> None:
         """
         Args:
-            images: with the offset of each in the arena.
-            when_copied: called once, on any thread, with what went wrong.
+            images: with the offset of each in the arena, rising.
         """
-        self._when_copied = when_copied
+        self._listener = listener
         self._changed = threading.Condition()
         self.is_copied = False
-        self._pieces: collections.deque[tuple[int, int, int]] = collections.deque()
-        self._in_work = 0
+        self._pieces: collections.deque[_Piece] = collections.deque()
+        self._in_work: list[_Piece] = []
+        self._announced = 0
+        self._end = max((base + image.size for base, image in images), default=0)
         self._error: Exception | None = None
         self._judged = False
         self._tensors = [tensor for _, image in images for tensor in image.tensors]
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._arena = arena
-        self._images = images  # keep storages alive
+        self._images = images  # keeps storages of devices alive until they are copied
         self._device = DeviceCopies(arena)
-        self._copy_now_or_note(images, mode)
+        self._copy_small_and_note_large(images, everything=mode is SnapshotMode.STRICT)
         if mode is SnapshotMode.STRICT:
+            self._copy_pieces(self._copy_with_all_threads)
             self._device.wait()
             self._finish()
         else:
             _Copier.take(self)
 
-    def _copy_now_or_note(self, images: Sequence[tuple[int, FileImage]], mode: SnapshotMode) -> None:
+    def _copy_small_and_note_large(
+        self, images: Sequence[tuple[int, FileImage]], *, everything: bool
+    ) -> None:
         at_once = 0
         for base, image in images:
             for literal in image.literals:
                 self._arena.write(base + literal.offset, literal.data)
             for hole in image.holes:
                 offset, size = base + hole.offset, hole.storage.nbytes()
-                small = size < _SMALL and at_once + size <= _SMALL_IN_ALL
                 if hole.storage.device.type != "cpu":
                     self._device.start(offset, hole.storage)
-                elif mode is SnapshotMode.STRICT:
-                    self._arena.as_tensor(offset, size).copy_(bytes_of(hole.storage))
-                elif small:
+                elif size < _SMALL and (everything or at_once + size <= _SMALL_IN_ALL):
                     at_once += size
-                    ctypes.memmove(self._arena.address + offset, hole.storage.data_ptr(), size)
+                    self._copy(_Piece(offset, hole.storage, 0, size))
                 else:
-                    self._note(offset, hole.storage.data_ptr(), size)
-
-    def _note(self, offset: int, source: int, size: int) -> None:
-        for start in range(0, size, _PIECE):
-            target = self._arena.address + offset + start
-            self._pieces.append((target, source + start, min(_PIECE, size - start)))
+                    for start in range(0, size, _PIECE):
+                        count = min(_PIECE, size - start)
+                        self._pieces.append(_Piece(offset + start, hole.storage, start, count))
 
     def work(self) -> None:
         """Copy what nobody copies yet, and end the snapshot when the devices have done their part."""
-        self._copy_pieces()
+        self._copy_pieces(self._copy)
         self._device.wait()
         self._finish()
 
     def guard(self) -> None:
         """Return when tensors may be changed: the processor has copied its own, streams wait for the rest."""
-        self._copy_pieces()
+        self._copy_pieces(self._copy_with_all_threads)
         if self._device.pending:
             self._judge()
             self._device.guard()
         else:
             self._finish()
 
-    def _copy_pieces(self) -> None:
+    def _copy_pieces(self, copy: Any) -> None:
         """Copy piece by piece, beside other threads that do the same; return when all are copied."""
         while True:
             with self._changed:
                 if not self._pieces:
                     self._changed.wait_for(lambda: not self._in_work)
                     return
-                target, source, size = self._pieces.popleft()
-                self._in_work += 1
-            ctypes.memmove(target, source, size)  # releases the GIL
+                piece = self._pieces.popleft()
+                self._in_work.append(piece)
+            copy(piece)
             with self._changed:
-                self._in_work -= 1
+                self._in_work.remove(piece)
+                up_to = self._low_water()
+                news = up_to > self._announced
+                self._announced = max(self._announced, up_to)
                 self._changed.notify_all()
+            if news:
+                self._listener.advanced(up_to)
+
+    def _copy(self, piece: _Piece) -> None:
+        source = piece.storage.data_ptr() + piece.start
+        ctypes.memmove(self._arena.address + piece.target, source, piece.size)  # releases the GIL
+
+    def _copy_with_all_threads(self, piece: _Piece) -> None:
+        """With torch's threads, which have nothing else to do while the caller waits."""
+        source = bytes_of(piece.storage)[piece.start : piece.start + piece.size]
+        self._arena.as_tensor(piece.target, piece.size).copy_(source)
+
+    def _low_water(self) -> int:
+        if self._device.pending:
+            return 0
+        undone = [piece.target for piece in self._in_work]
+        if self._pieces:
+            undone.append(self._pieces[0].target)
+        return min(undone, default=self._end)
 
     def _judge(self) -> None:
         """See whether a tensor has been changed since the call; before the guard lets anybody change one."""
@@ -147,7 +184,7 @@ class Snapshot:
                 return
             self.is_copied = True
             self._tensors, self._versions, self._images = [], [], ()
-        self._when_copied(self._error)
+        self._listener.ended(self._error)
 
 
 class _Copier:

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from nvrx_slurm import linux
-from nvrx_slurm.checkpointing.async_ckpt.messages import Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.messages import Copied, Result, Task, receive, send
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
+from nvrx_slurm.checkpointing.storage.filling import AbandonedError, Filling
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, write_image
 from nvrx_slurm.wire import checkpoint_writer
 
 _MOST_WRITERS = 16
+_WRITES_AT_ONCE = 4
 _PAUSES_S = (1.0, 4.0, 15.0)
 _PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
 _ERROR_LENGTH = 16_000
@@ -89,6 +91,7 @@ class _Worker:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._arenas: dict[int, tuple[int, mmap.mmap]] = {}
         self._swept: set[Path] = set()
+        self._fillings: dict[int, Filling] = {}
         self._ending = False
 
     def serve(self) -> None:
@@ -98,6 +101,7 @@ class _Worker:
             error = self._run(task)
             with contextlib.suppress(OSError):
                 send(self._socket, Result(task.number, error, time.monotonic() - began))
+            del self._fillings[task.number]
             for key in task.dropped:
                 self._drop(key)
 
@@ -115,12 +119,31 @@ class _Worker:
         try:
             with contextlib.suppress(EOFError), self._trainer_fd() as trainer:
                 while self._socket in select.select([self._socket, trainer], [], [])[0]:
-                    task, fd = receive(self._socket, Task)
-                    if fd is not None:
-                        self._arenas[task.arena] = (fd, mmap.mmap(fd, os.fstat(fd).st_size))
-                    self._tasks.put(task)
+                    message, fd = receive(self._socket, Task | Copied)
+                    if isinstance(message, Task):
+                        self._take(message, fd)
+                    else:
+                        self._note(message)
         finally:
+            for filling in list(self._fillings.values()):
+                filling.fail("the trainer has ended before everything was copied")
             self.end_soon()  # whatever it was: without a reader the trainer would wait in vain
+
+    def _take(self, task: Task, fd: int | None) -> None:
+        if fd is not None:
+            self._arenas[task.arena] = (fd, mmap.mmap(fd, os.fstat(fd).st_size))
+        self._fillings[task.number] = Filling()
+        self._tasks.put(task)
+
+    def _note(self, copied: Copied) -> None:
+        filling = self._fillings.get(copied.task)
+        if filling is None:
+            return  # its task has failed already
+        filling.advance(copied.up_to)
+        if copied.is_whole:
+            filling.finish()
+        elif copied.failure is not None:
+            filling.fail(copied.failure)
 
     @contextlib.contextmanager
     def _trainer_fd(self) -> Any:
@@ -140,27 +163,33 @@ class _Worker:
 
     def _run(self, task: Task) -> str | None:
         fd, memory = self._arenas[task.arena]
+        filling = self._fillings[task.number]
         try:
             if task.call is not None:
                 from nvrx_slurm.checkpointing.async_ckpt.call import run_call
 
+                filling.wait_until_whole()
                 run_call(fd, task.images[0], task.call)
             else:
-                self._write(task.images, memory)
+                self._write(task.images, memory, filling)
+        except AbandonedError as error:
+            return str(error)
         except BaseException as error:
             first = f"{type(error).__name__}: {error}"
             return f"{first}\n{''.join(traceback.format_exception(error))}"[:_ERROR_LENGTH]
         return None
 
-    def _write(self, specs: tuple[ImageSpec, ...], memory: mmap.mmap) -> None:
+    def _write(self, specs: tuple[ImageSpec, ...], memory: mmap.mmap, filling: Filling) -> None:
         for folder in {Path(spec.path).parent for spec in specs} - self._swept:
             with contextlib.suppress(OSError):
                 remove_leftovers(folder)
                 self._swept.add(folder)
         view = memoryview(memory)
         try:
+            at_once = max(1, _WRITES_AT_ONCE // max(1, len(specs)))
+            writes = [partial(write_image, spec, view, filling, at_once=at_once) for spec in specs]
             with ThreadPoolExecutor(min(max(1, len(specs)), _MOST_WRITERS)) as pool:
-                for done in [pool.submit(patiently, partial(write_image, spec, view)) for spec in specs]:
+                for done in [pool.submit(patiently, write) for write in writes]:
                     done.result()
         finally:
             view.release()

@@ -19,7 +19,7 @@ import msgspec
 
 from nvrx_slurm import interpreter
 from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
-from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Copied, Result, Task, receive, send
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, aligned
@@ -99,12 +99,46 @@ class MemoryPool(Protocol):
         """Return which of its memory there is."""
 
 
-@dataclass
 class _Handed:
-    ticket: Ticket
-    pool: MemoryPool
-    arena: SharedMemory
-    folders: frozenset[Path]
+    """A task of the worker's; its memory is given back when worker and snapshot are done with it."""
+
+    def __init__(
+        self, number: int, pool: MemoryPool, arena: SharedMemory, folders: frozenset[Path], *users: str
+    ) -> None:
+        self.number = number
+        self.pool = pool
+        self.arena = arena
+        self.folders = folders
+        self.ticket = Ticket()
+        self._users = {"worker", *users}
+        self._lock = threading.Lock()
+
+    def leave(self, user: str) -> None:
+        with self._lock:
+            is_last = self._users == {user}
+            self._users.discard(user)
+        if is_last:
+            self.pool.release(self.arena)
+
+
+class _Feed:
+    """Tells the worker how a snapshot goes."""
+
+    def __init__(self, handed: _Handed, say: Callable[[Copied], None]) -> None:
+        self._handed = handed
+        self._say = say
+
+    def advanced(self, up_to: int) -> None:
+        self._say(Copied(self._handed.number, up_to))
+
+    def ended(self, error: Exception | None) -> None:
+        self._handed.leave("snapshot")
+        if error is None:
+            self._say(Copied(self._handed.number, is_whole=True))
+        else:
+            why = f"{type(error).__name__}: {error}"
+            self._handed.ticket.resolve(why)
+            self._say(Copied(self._handed.number, failure=why))
 
 
 class WorkerProcess:
@@ -129,6 +163,8 @@ class WorkerProcess:
         self._known: dict[int, MemoryPool] = {}
         """Memory that the worker has mapped, by key."""
         self._handed: dict[int, _Handed] = {}
+        self._copying: set[int] = set()
+        self._closing = False
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self.is_alive = True
@@ -160,45 +196,42 @@ class WorkerProcess:
             placed.append((end, image))
             end += aligned(image.size)
         arena = pool.acquire(end)
-        ticket = Ticket()
-        task = Task(
-            number=next(self._numbers),
-            arena=arena.key,
-            images=tuple(specs),
-            call=call,
-        )
         folders = frozenset(Path(spec.path).parent for spec in specs if call is None)
-        handed = _Handed(ticket, pool, arena, folders)
-
-        def copied(error: Exception | None) -> None:
-            if error is not None:
-                self._fail(handed, f"{type(error).__name__}: {error}")
-            else:
-                self._send(task, handed)
-
+        handed = _Handed(next(self._numbers), pool, arena, folders, "snapshot")
         try:
-            Snapshot(arena, placed, mode, copied)
-        except Exception:
+            self._send_task(Task(handed.number, arena.key, tuple(specs), call), handed)
+        except Exception:  # a path that is no UTF-8
             pool.release(arena)
             raise
-        return ticket
+        feed = _Feed(handed, self._say)
+        try:
+            Snapshot(arena, placed, mode, feed)
+        except Exception as error:
+            feed.ended(error)
+        return handed.ticket
 
     def hand_over_ready(self, pool: MemoryPool, memory: SharedMemory, spec: ImageSpec) -> Ticket:
         """Have the worker write a file that lies whole in shared memory."""
-        ticket = Ticket()
-        task = Task(number=next(self._numbers), arena=memory.key, images=(spec,))
-        self._send(task, _Handed(ticket, pool, memory, frozenset([Path(spec.path).parent])))
-        return ticket
+        handed = _Handed(next(self._numbers), pool, memory, frozenset([Path(spec.path).parent]))
+        try:
+            if self._send_task(Task(handed.number, memory.key, (spec,)), handed):
+                self._say(Copied(handed.number, is_whole=True))
+        except Exception as error:
+            handed.leave("worker")
+            handed.ticket.resolve(f"{type(error).__name__}: {error}")
+        return handed.ticket
 
-    def _send(self, task: Task, handed: _Handed) -> None:
+    def _send_task(self, task: Task, handed: _Handed) -> bool:
+        """Return whether there is a worker to work on it."""
         with self._sending:
             with self._lock:
                 alive = self.is_alive
                 if alive:
-                    self._handed[task.number] = handed
+                    self._handed[handed.number] = handed
+                    self._copying.add(handed.number)
             if not alive:
-                self._fail(handed, self._epitaph())
-                return
+                self._fail(handed)
+                return False
             new = handed.arena.key not in self._known
             current = handed.pool.keys()
             gone = [key for key, pool in self._known.items() if pool is handed.pool and key not in current]
@@ -207,14 +240,23 @@ class WorkerProcess:
                 del self._known[key]
             self._known[handed.arena.key] = handed.pool
             try:
-                send(self._socket, task, handed.arena.fd if new else None)
-            except OSError:
-                pass  # it is dead: the reader sees that, too
-            except Exception as error:  # a path that is no UTF-8
+                with contextlib.suppress(OSError):  # it is dead: the reader sees that, too
+                    send(self._socket, task, handed.arena.fd if new else None)
+            except Exception:
                 with self._lock:
-                    self._handed.pop(task.number, None)
+                    self._handed.pop(handed.number, None)
+                    self._copying.discard(handed.number)
                 self._known.pop(handed.arena.key, None)
-                self._fail(handed, f"{type(error).__name__}: {error}")
+                raise
+        return True
+
+    def _say(self, copied: Copied) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            send(self._socket, copied)
+        if copied.is_whole or copied.failure is not None:
+            with self._lock:
+                self._copying.discard(copied.task)
+            self._shut_down_if_closing()
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError):
@@ -222,7 +264,7 @@ class WorkerProcess:
                 result, _ = receive(self._socket, Result)
                 with self._lock:
                     handed = self._handed.pop(result.number)
-                handed.pool.release(handed.arena)
+                handed.leave("worker")
                 handed.ticket.resolve(result.error, result.seconds)
         self._bury()
 
@@ -235,11 +277,11 @@ class WorkerProcess:
             for folder in handed.folders:
                 with contextlib.suppress(OSError):
                     remove_leftovers(folder)
-            self._fail(handed, self._epitaph())
+            self._fail(handed)
 
-    def _fail(self, handed: _Handed, why: str) -> None:
-        handed.pool.release(handed.arena)
-        handed.ticket.resolve(why)
+    def _fail(self, handed: _Handed) -> None:
+        handed.leave("worker")
+        handed.ticket.resolve(self._epitaph())
 
     def _epitaph(self) -> str:
         code = self._process.returncode
@@ -247,9 +289,17 @@ class WorkerProcess:
         return f"the checkpoint worker (process {self._process.pid}) {how} before the checkpoint was written"
 
     def close(self) -> None:
-        """Let the worker finish what it has, and end; returns at once."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        """Let the worker finish what it has, or will have been copied, and end; returns at once."""
+        with self._lock:
+            self._closing = True
+        self._shut_down_if_closing()
+
+    def _shut_down_if_closing(self) -> None:
+        with self._lock:
+            is_over = self._closing and not self._copying
+        if is_over:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
 
     def join(self) -> None:
         """Wait until a closed worker has ended."""

@@ -12,14 +12,15 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from nvrx_slurm.checkpointing.storage.aligned_file import write_aligned
 
 ALIGNMENT = 4096
 """Of memory, offsets and lengths in direct I/O, in bytes; every file system accepts it (open(2))."""
 
 _MARK = ".nvrx-tmp-"
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class PendingFile:
@@ -39,42 +40,16 @@ class PendingFile:
         while rest:
             rest = rest[os.write(self.fd, rest) :]
 
-    def write_aligned(self, chunks: Iterable[memoryview], size: int) -> None:
-        """Write chunks past the page cache where the file system can, and cut the file to ``size`` bytes.
-
-        Args:
-            chunks: each in page-aligned memory and a multiple of ``ALIGNMENT`` long; the last may reach
-                beyond ``size``.
-        """
-        self._set_direct(True)
-        try:
-            for chunk in chunks:
-                self._write_chunk(chunk)
-        finally:
-            self._set_direct(False)
-        os.ftruncate(self.fd, size)
-
-    def _write_chunk(self, chunk: memoryview) -> None:
-        try:
-            self.write(chunk)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT_IO or not self._set_direct(False):
-                raise
-            os.lseek(self.fd, 0, os.SEEK_END)
-            self.write(chunk)
-
-    def _set_direct(self, wanted: bool) -> bool:
-        """Turn direct I/O on or off; return whether that changed anything."""
-        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
-        if bool(flags & os.O_DIRECT) == wanted:
-            return False
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, flags ^ os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT_IO:
-                raise
-            return False
-        return True
+    def write_aligned(
+        self,
+        chunks: Iterable[memoryview],
+        size: int,
+        *,
+        at_once: int = 1,
+        pace: Callable[[int], None] | None = None,
+    ) -> None:
+        """Write all of the file; see :func:`~.aligned_file.write_aligned`."""
+        write_aligned(self.fd, chunks, size, at_once=at_once, pace=pace)
 
 
 @contextlib.contextmanager
