@@ -93,6 +93,6 @@ def examine(
         boot_id=node.boot_id,
         ts=now,
         seconds=time.monotonic() - began,
-        results=tuple(strikes.apply(results, node.state, needed)),
+        results=tuple(strikes.apply(results, node.state, needed, node.clock.since_boot())),
         durations={one.check: round(one.seconds, 6) for one in finished},
     )

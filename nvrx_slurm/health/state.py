@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,11 +32,10 @@ class StateDir:
         if self.path is None:
             return None
         try:
-            file = self.path / f"{name}.json"
-            # Root must not believe what somebody else has put there.
-            if file.stat().st_uid != os.geteuid() or file.stat().st_size > _MOST_BYTES:
+            if _why_untrusted(self.path):
                 return None
-            return msgspec.json.decode(file.read_bytes(), type=kind)
+            data = _read(self.path / f"{name}.json")
+            return None if data is None else msgspec.json.decode(data, type=kind)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
@@ -42,12 +43,39 @@ class StateDir:
         """Replace what was saved under ``name``, as a whole.
 
         Raises:
-            UnavailableError: there is no state directory, or it can't be written.
+            UnavailableError: there is no state directory, it can't be written, or others can.
         """
         if self.path is None:
             raise UnavailableError("there is no state directory", "--state-dir")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if why := _why_untrusted(self.path):
+                raise UnavailableError(f"is not used: {why}", str(self.path))
             replace_file(self.path / f"{name}.json", msgspec.json.encode(value))
         except OSError as error:
             raise UnavailableError(f"cannot be written: {error.strerror}", str(self.path)) from error
+
+    def forget(self, name: str) -> None:
+        """Remove what was saved under ``name``, if that can be done: also on a full disk."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                (self.path / f"{name}.json").unlink()
+
+
+def _why_untrusted(directory: Path) -> str:
+    """Return why others may exchange files there, which one must not believe then; empty if they can't."""
+    status = directory.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
+        return "others than its owner can write it"
+    return ""
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a file of this user's own; None for anything else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return file.read() if ours and status.st_size <= _MOST_BYTES else None

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from nvrx_slurm.health import state as state_module
+from nvrx_slurm.health import strikes
 from nvrx_slurm.health.config import HealthConfig
 from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.node import Node
@@ -23,10 +25,10 @@ from nvrx_slurm.health.result import CheckResult, Status, fail, ok, skip, warn
 from nvrx_slurm.health.runner import run_checks
 from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.health.state import StateDir
-from nvrx_slurm.health.strikes import count
+from nvrx_slurm.health.strikes import Seen, count
 from nvrx_slurm.health.unavailable import UnavailableError
 from nvrx_slurm.health.verdict import ExitCode, exit_code
-from nvrx_slurm.testing.health import fake_node
+from nvrx_slurm.testing.health import FakeClock, fake_node
 
 
 def made(name: str, run: CheckFunction, *, lane: str = "", budget_s: float = 5.0, strikes: int = 1) -> Check:
@@ -153,27 +155,70 @@ def test_many_results_of_one_check_arrive_whole(node: Node) -> None:
 
 def test_a_failure_that_may_pass_counts_only_when_seen_in_a_row(node: Node) -> None:
     check = made("flaps", broken, strikes=3)
-    seen = [examine([check], node, HealthConfig()).results[0] for _ in range(4)]
+    seen = [_later(node, check) for _ in range(4)]
     assert [result.status.value for result in seen] == ["warn", "warn", "fail", "fail"]
     assert seen[0].evidence == "it is broken (seen 1 of 3 times in a row)"
-    examine([made("flaps", fine, strikes=3)], node, HealthConfig())
-    assert examine([check], node, HealthConfig()).results[0].status is Status.WARN
+    _later(node, made("flaps", fine, strikes=3))
+    assert _later(node, check).status is Status.WARN
+
+
+def _later(node: Node, check: Check) -> CheckResult:
+    assert isinstance(node.clock, FakeClock)
+    node.clock.advance(strikes.APART_S)
+    return examine([check], node, HealthConfig()).results[0]
+
+
+def test_hooks_that_look_in_the_same_moment_see_a_failure_once(tmp_path: Path) -> None:
+    """Eight jobs begin together on a node, and each of their prologs sees what is over in a second."""
+    node = fake_node(tmp_path)
+    check = made("flaps", broken, strikes=2)
+    assert [examine([check], node, HealthConfig()).status for _ in range(8)] == [Status.WARN] * 8
+    assert _later(node, check).status is Status.FAIL
+    # And it stays a failure for who looks a moment later.
+    assert examine([check], node, HealthConfig()).status is Status.FAIL
+
+
+def test_what_was_seen_before_the_disk_was_full_does_not_count_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = fake_node(tmp_path)
+    check, well = made("flaps", broken, strikes=2), made("flaps", fine, strikes=2)
+    _later(node, check)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(state_module, "replace_file", full)
+        assert _later(node, check).status is Status.WARN, "it can't be remembered"
+        _later(node, well)
+    assert _later(node, check).status is Status.WARN
+
+
+def test_a_boot_in_between_does_not_hide_a_failure(tmp_path: Path) -> None:
+    node = fake_node(tmp_path)
+    check = made("flaps", broken, strikes=2)
+    _later(node, check)
+    assert isinstance(node.clock, FakeClock)
+    node.clock.boot = 5.0
+    assert examine([check], node, HealthConfig()).status is Status.FAIL
 
 
 def test_nothing_is_counted_where_nothing_can_be_remembered(tmp_path: Path) -> None:
     node = fake_node(tmp_path, state=StateDir(None))
     check = made("flaps", broken, strikes=2)
-    seen = [examine([check], node, HealthConfig()).status for _ in range(3)]
+    seen = [_later(node, check).status for _ in range(3)]
     assert seen == [Status.WARN] * 3
 
 
 def test_a_check_that_did_not_run_neither_counts_nor_forgets() -> None:
     result = CheckResult(Status.FAIL, "x", check="a", scope="gpu 1")
-    judged, counts = count([result], {"a gpu 1": 1, "b node": 2, "a gpu 2": 1}, {"a": 3})
+    once, twice = Seen(1, 5.0), Seen(2, 5.0)
+    judged, counts = count([result], {"a gpu 1": once, "b node": twice, "a gpu 2": once}, {"a": 3}, 100.0)
     assert judged[0].status is Status.WARN
-    assert counts == {"a gpu 1": 2, "b node": 2}
+    assert counts == {"a gpu 1": Seen(2, 100.0), "b node": twice}
     skipped = CheckResult(Status.SKIP, "x", check="a")
-    assert count([skipped], {"a gpu 1": 1}, {"a": 3})[1] == {"a gpu 1": 1}
+    assert count([skipped], {"a gpu 1": once}, {"a": 3}, 100.0)[1] == {"a gpu 1": once}
 
 
 # --- verdict -----------------------------------------------------------------------------------------
@@ -230,6 +275,31 @@ def test_what_a_call_raises_is_told() -> None:
 def test_state_that_cannot_be_understood_counts_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "strikes.json").write_bytes(content)
     assert StateDir(tmp_path).load("strikes", dict[str, int]) is None
+
+
+def test_a_state_file_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.json")
+    (tmp_path / "y.json").mkdir()
+    StateDir(tmp_path).save("real", 1)
+    (tmp_path / "z.json").symlink_to("real.json")
+    for name in "xyz":
+        assert StateDir(tmp_path).load(name, int) is None
+        StateDir(tmp_path).forget(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's directory")
+def test_a_directory_where_others_may_exchange_files_is_not_used(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    state.save("x", 1)
+    for owner, mode in ((12345, 0o700), (0, 0o770), (0, 0o777)):
+        os.chown(tmp_path / "state", owner, 0)
+        (tmp_path / "state").chmod(mode)
+        assert state.load("x", int) is None
+        with pytest.raises(UnavailableError, match="is not used: "):
+            state.save("x", 2)
+    (tmp_path / "state").chmod(0o1777)
+    state.save("x", 2)
+    assert state.load("x", int) == 2
 
 
 def test_state_is_private_and_replaced_as_a_whole(tmp_path: Path) -> None:

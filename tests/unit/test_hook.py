@@ -15,6 +15,7 @@ from nvrx_slurm.health.node import JobContext
 from nvrx_slurm.health.registry import Check, Need, Settings
 from nvrx_slurm.health.result import CheckResult, fail, ok
 from nvrx_slurm.health.stage import EVERY_STAGE, Stage
+from nvrx_slurm.health.strikes import APART_S
 from nvrx_slurm.health.take_baseline import remember_baseline
 from nvrx_slurm.health.unavailable import UnavailableError
 from nvrx_slurm.hooks import hook as hook_module
@@ -23,7 +24,7 @@ from nvrx_slurm.hooks.context import ContextError, HookContext
 from nvrx_slurm.hooks.hook import ExitCode, Hook
 from nvrx_slurm.slurm import SlurmRefusedError, SlurmUnavailableError
 from nvrx_slurm.slurm.administration import JobOnNode
-from nvrx_slurm.testing.health import FakeNvml, fake_node
+from nvrx_slurm.testing.health import FakeClock, FakeNvml, fake_node
 from nvrx_slurm.testing.slurm import FakeNodeAdmin
 
 JOB = JobContext(job_id="12", uid=1001)
@@ -42,10 +43,11 @@ class World:
         self.accusation = ""
         self.strikes = 1
         self.config = HealthConfig()
+        self.clock = FakeClock()
         self._root = root
 
     def run(self, stage: Stage) -> ExitCode:
-        node = fake_node(self._root, stage=stage)
+        node = fake_node(self._root, stage=stage, clock=self.clock)
         job = dataclasses.replace(JOB, accused=bool(self.accusation))
         checks = {
             "fan": self._check("fan", lambda: self.fan),
@@ -160,6 +162,7 @@ def test_a_failure_that_does_not_count_yet_drains_nothing_and_keeps_the_old_base
     world.fan = BROKEN
     assert world.run(Stage.PROLOG) is ExitCode.PASS
     assert world.baseline() is None
+    world.clock.advance(APART_S)
     assert world.run(Stage.PROLOG) is ExitCode.NODE_FAILED
 
 
