@@ -165,19 +165,20 @@ class Node:
         return self.clock.since_boot() - (self.clock.now() - unix)
 
     def recent_kernel_records(self) -> list[KernelRecord]:
-        """Return what the kernel said since the node was last known to be good, and since the job began.
+        """Return what the kernel said since the baseline: since the node was last known to be good.
 
-        The later of the two: the baseline's place in the log, if it is of this boot, and the job's start. So
-        a repaired node is not blamed again for what is still in the log.
+        So a repaired node is not blamed again for what is still in the log. Without a baseline of this boot:
+        since the job began, and before it begins all of this boot. With one the job's start is no bound: what
+        an idle node has logged is what a prolog looks for, and clocks jump.
 
         Raises:
             UnavailableError: the log can't be read.
         """
         baseline = self.baseline_of_this_boot
         after = baseline.kernel_log_sequence if baseline is not None else None
-        since = self.at_boot_time(self.job.started) if self.job.started is not None else None
-        return [
-            record
-            for record in self.kernel_log.records()
-            if (after is None or record.sequence > after) and (since is None or record.seconds >= since)
-        ]
+        if after is not None:
+            return [record for record in self.kernel_log.records() if record.sequence > after]
+        if self.job.started is None or self.stage is Stage.PROLOG:
+            return list(self.kernel_log.records())
+        since = self.at_boot_time(self.job.started)
+        return [record for record in self.kernel_log.records() if record.seconds >= since]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -17,7 +18,8 @@ from nvrx_slurm.health.checks import paths as paths_check
 from nvrx_slurm.health.checks.mounts import parse_mountinfo
 from nvrx_slurm.health.checks.space import Room, SpaceSettings, _judge
 from nvrx_slurm.health.isolation import Answer
-from nvrx_slurm.health.node import Node
+from nvrx_slurm.health.node import JobContext, Node
+from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.testing.health import FakeTree, fake_node
 
 MOUNTS = """22 1 0:20 / / rw,relatime - ext4 /dev/sda1 rw
@@ -170,6 +172,35 @@ def test_a_path_whose_process_died_is_a_warning() -> None:
 def test_little_room_warns_and_none_fails(room: Room, expected: list[tuple[str, str]]) -> None:
     found = _judge(room, "path /x", SpaceSettings())
     assert [(result.status.value, result.evidence) for result in found] == expected
+
+
+def _step(tree: FakeTree, pid: int, name: str, uid: int, job: str) -> None:
+    tree.write(f"/proc/{pid}/status", f"Name:\t{name}\nUmask:\t0022\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
+    tree.write(f"/proc/{pid}/cmdline", f"slurmstepd: [{job}.batch]\0")
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "expected"),
+    [
+        (Stage.PERIODIC, None, "fail"),
+        (Stage.PERIODIC, ("slurmstepd", 0, "12"), "warn"),
+        (Stage.EPILOG, ("slurmstepd", 0, "12"), "warn"),
+        (Stage.PROLOG, ("slurmstepd", 0, "7"), "fail"),
+        (Stage.PERIODIC, ("slurmstepd", 1001, "12"), "fail"),
+        (Stage.PERIODIC, ("python3", 0, "12"), "fail"),
+        (Stage.RESTART, ("slurmstepd", 0, "7"), "fail"),
+    ],
+    ids=["nobody", "a job", "another job", "its own", "a user's", "no step", "inside the job"],
+)
+def test_what_a_running_job_fills_drains_no_node(
+    node: Node, tree: FakeTree, stage: Stage, step: tuple[str, int, str] | None, expected: str
+) -> None:
+    """The job may fill /tmp and /dev/shm, and takes it along; what is left is found by the next hook."""
+    tree.at("/tmp").mkdir()
+    if step:
+        _step(tree, 4711, *step)
+    node = dataclasses.replace(node, stage=stage, job=JobContext("7"))
+    assert status("space", node, paths=("/tmp",), warn_percent=100, fail_percent=100) == expected
 
 
 def test_a_path_that_is_not_there_needs_no_room(node: Node, tree: FakeTree) -> None:

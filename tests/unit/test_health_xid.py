@@ -11,6 +11,7 @@ from health_world import CHECKS, run, status, told
 from nvrx_slurm.health.config import parse_config
 from nvrx_slurm.health.kernel_log import KernelLogFile, KernelRecord, parse
 from nvrx_slurm.health.node import JobContext, Node
+from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.health.take_baseline import take_baseline
 from nvrx_slurm.health.unavailable import UnavailableError
 from nvrx_slurm.health.xid import Severity, XidEvent, load_policy, parse_switch_xid, parse_xid
@@ -127,6 +128,31 @@ def test_xids_from_before_the_job_are_not_the_jobs(node: Node) -> None:
     assert status("gpu-xid", dataclasses.replace(node, job=job)) == "ok"
     earlier = JobContext("1", started=node.clock.now() - 150)
     assert status("gpu-xid", dataclasses.replace(node, job=earlier)) == "fail"
+
+
+def test_a_prolog_looks_at_what_an_idle_node_has_logged(node: Node) -> None:
+    """The job begins after that, and newer Slurm tells a prolog when."""
+    say(node, OFF_BUS)
+    node.clock.advance(100)
+    job = JobContext("1", started=node.clock.now())
+    prolog = dataclasses.replace(node, job=job, stage=Stage.PROLOG)
+    assert status("gpu-xid", prolog) == "fail"
+    take_baseline(node).save(node.state)
+    assert status("gpu-xid", dataclasses.replace(prolog)) == "ok"
+    say(node, OFF_BUS)
+    node.clock.advance(100)
+    later = dataclasses.replace(prolog, job=JobContext("2", started=node.clock.now()))
+    assert status("gpu-xid", later) == "fail"
+
+
+def test_a_clock_that_jumps_hides_no_xid_of_the_job(node: Node) -> None:
+    say(node, "NET: Registered")
+    take_baseline(node).save(node.state)
+    say(node, OFF_BUS)
+    epilog = dataclasses.replace(
+        node, stage=Stage.EPILOG, job=JobContext("1", started=node.clock.now() + 3600)
+    )
+    assert status("gpu-xid", epilog) == "fail"
 
 
 def test_a_kernel_log_that_may_not_be_read_is_skipped(node: Node) -> None:

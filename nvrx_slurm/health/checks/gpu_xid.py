@@ -36,10 +36,10 @@ class GpuXidSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
 def gpu_xid(node: Node, settings: GpuXidSettings) -> list[CheckResult]:
     """The driver has logged no error that a GPU does not recover from.
 
-    Reads the kernel log since the baseline of this boot and since the job began, so that a repaired node is
-    not blamed again. What each Xid means is in health/xid_policy.yaml, with its sources: reset, reboot and
-    isolate are fails, monitor and Xids that the table does not know are warns, errors of the application are
-    none. Fatal SXids of NVSwitches are fails.
+    Reads the kernel log since the baseline of this boot, or without one since the job began, so that a
+    repaired node is not blamed again. What each Xid means is in health/xid_policy.yaml, with its sources:
+    reset, reboot and isolate are fails, monitor and Xids that the table does not know are warns, errors of
+    the application are none. Fatal SXids of NVSwitches are fails.
     """
     records = [record.text for record in node.recent_kernel_records()]
     events = [event for text in records if (event := parse_xid(text)) is not None]

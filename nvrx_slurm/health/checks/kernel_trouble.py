@@ -40,9 +40,9 @@ class KernelTroubleSettings(Settings, frozen=True, kw_only=True, forbid_unknown_
 def kernel_trouble(node: Node, settings: KernelTroubleSettings) -> list[CheckResult]:
     """The kernel has not crashed or stood still.
 
-    Looks in the kernel log, since the baseline and since the job began, for oopses and hard lockups (fail),
-    soft lockups and RCU stalls (fail when there are several), and hung tasks (warn: mostly a file server's
-    fault).
+    Looks in the kernel log, since the baseline, or without one since the job began, for oopses and hard
+    lockups (fail), soft lockups and RCU stalls (fail when there are several), and hung tasks (warn:
+    mostly a file server's fault).
     """
     texts = [record.text for record in node.recent_kernel_records()]
     results = []

@@ -18,8 +18,9 @@ _KILLED = re.compile(r"^(Memory cgroup out|Out) of memory: Killed process (\d+) 
 def oom(node: Node, settings: Settings) -> list[CheckResult]:
     """No process was killed because memory had run out.
 
-    Looks in the kernel log, since the baseline and since the job began; where that can't be read, at oom_kill
-    in memory.events of this process's own cgroup. A warn: it is the job's doing more often than the node's.
+    Looks in the kernel log, since the baseline, or without one since the job began; where that can't be read,
+    at oom_kill in memory.events of this process's own cgroup. A warn: it is the job's doing more
+    often than the node's.
     """
     try:
         records = node.recent_kernel_records()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Annotated
 
@@ -11,8 +12,9 @@ import msgspec
 from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.node import Node
 from nvrx_slurm.health.registry import Need, Settings, check
-from nvrx_slurm.health.result import CheckResult, fail, ok, warn
-from nvrx_slurm.health.stage import EVERY_STAGE
+from nvrx_slurm.health.result import CheckResult, Status, fail, ok, warn
+from nvrx_slurm.health.stage import EVERY_STAGE, Stage
+from nvrx_slurm.health.unavailable import UnavailableError
 
 _SIGNAL = "statvfs"
 _ANSWER_S = 1.5
@@ -44,7 +46,8 @@ def space(node: Node, settings: SpaceSettings) -> list[CheckResult]:
     """The file systems that every job needs have bytes and inodes free.
 
     Asks statvfs for each path, in a child process of its own. /dev/shm counts: ranks exchange data there. A
-    path that is not there is nothing to look at.
+    path that is not there is nothing to look at. While another job runs on the node it is a warn: what the
+    job has written goes with it.
     """
     calls: dict[str, Callable[[], object]] = {path: _call(str(node.tree.at(path))) for path in settings.paths}
     results = []
@@ -54,7 +57,31 @@ def space(node: Node, settings: SpaceSettings) -> list[CheckResult]:
             results.append(warn(f"statvfs: {answer.trouble}", _SIGNAL, scope))
         for room in answer.value or ():
             results += _judge(room, scope, settings)
+    if any(result.status is Status.FAIL for result in results) and _a_job_runs(node):
+        results = [_of_a_job(result) for result in results]
     return results or [ok(f"{len(calls)} paths with room", _SIGNAL)]
+
+
+def _a_job_runs(node: Node) -> bool:
+    """Tell whether another job uses the node now; inside a job room is its own concern."""
+    if node.stage is Stage.RESTART:
+        return False
+    mine = re.compile(rf"slurmstepd: \[{node.job.job_id or 'none'}\.")
+    return any(_is_step(node, pid, mine) for pid in node.tree.names("/proc") if pid.isdecimal())
+
+
+def _is_step(node: Node, pid: str, mine: re.Pattern[str]) -> bool:
+    try:
+        status = node.tree.text(f"/proc/{pid}/status")
+        step = status.startswith("Name:\tslurmstepd\n") and "\nUid:\t0\t" in status
+        return step and not mine.match(node.tree.text(f"/proc/{pid}/cmdline"))
+    except UnavailableError:
+        return False
+
+
+def _of_a_job(result: CheckResult) -> CheckResult:
+    evidence = f"{result.evidence}, while a job runs here"
+    return warn(evidence, result.signal, result.scope, result.remedy)
 
 
 def _judge(room: Room, scope: str, settings: SpaceSettings) -> list[CheckResult]:
