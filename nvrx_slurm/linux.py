@@ -86,8 +86,17 @@ def set_io_priority(io_class: int) -> None:
 
 def process_state(pid: int) -> str:
     """Return the state letter of ``/proc/<pid>/stat`` (proc(5)), empty when there is no such process."""
+    return _state_in(f"/proc/{pid}/stat")
+
+
+def thread_state(pid: int, thread: int) -> str:
+    """Return the state letter of one thread, empty when there is no such thread."""
+    return _state_in(f"/proc/{pid}/task/{thread}/stat")
+
+
+def _state_in(path: str) -> str:
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             # The command name stands in parentheses and may itself hold any character.
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

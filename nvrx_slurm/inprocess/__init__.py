@@ -12,19 +12,29 @@ from nvrx_slurm.inprocess import (
     finalize,
     health_check,
     initialize,
+    monitor_thread,
     nested_restarter,
+    progress_watchdog,
     rank_assignment,
     state,
+    store,
     terminate,
+    wrap,
 )
+from nvrx_slurm.inprocess.call_wrapper import CallWrapper
 from nvrx_slurm.inprocess.compose import Compose
 from nvrx_slurm.inprocess.state import FrozenState, Mode, State
+from nvrx_slurm.inprocess.timings import RestartTimings
+from nvrx_slurm.inprocess.wrap import Wrapper
 
 __all__ = [
+    "CallWrapper",
     "Compose",
     "FrozenState",
     "Mode",
+    "RestartTimings",
     "State",
+    "Wrapper",
     "abort",
     "attribution",
     "completion",
@@ -33,8 +43,12 @@ __all__ = [
     "finalize",
     "health_check",
     "initialize",
+    "monitor_thread",
     "nested_restarter",
+    "progress_watchdog",
     "rank_assignment",
     "state",
+    "store",
     "terminate",
+    "wrap",
 ]

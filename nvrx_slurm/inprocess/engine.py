@@ -1,0 +1,353 @@
+"""One call of a wrapped function on this rank: iteration after iteration, until all have completed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from nvrx_slurm.inprocess import injection
+from nvrx_slurm.inprocess.abort import AbortTorchDistributed
+from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
+from nvrx_slurm.inprocess.call_wrapper import CallWrapper, release_all
+from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError, RankShouldRestart
+from nvrx_slurm.inprocess.link import Link, describe
+from nvrx_slurm.inprocess.monitor_thread import (
+    Interrupted,
+    MonitorThread,
+    Outcome,
+    Raised,
+    Returned,
+    UserCode,
+)
+from nvrx_slurm.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
+from nvrx_slurm.inprocess.rendezvous import meet
+from nvrx_slurm.inprocess.state import FrozenState, Mode, State
+from nvrx_slurm.inprocess.store import BarrierTimeout, HubStore
+from nvrx_slurm.inprocess.timings import RestartTimings, Stopwatch
+from nvrx_slurm.supervisor import messages as msg
+from nvrx_slurm.supervisor.page import Phase, Word
+from nvrx_slurm.supervisor.process import Settings
+
+if TYPE_CHECKING:
+    from nvrx_slurm.inprocess.wrap import Wrapper
+
+_log = logging.getLogger("nvrx_slurm.inprocess")
+_ABORT_S = 30.0
+"""A rank that leaves waits so long for an abort that has begun."""
+_TICK_S = 0.1
+"""The main thread is asked for a sign of life at least so often."""
+
+
+class Engine:
+    """One call.
+
+    Args:
+        wrapper: has the settings and plug-ins.
+        function: to call, with ``args`` and ``kwargs``, in every iteration.
+    """
+
+    def __init__(
+        self, wrapper: Wrapper, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._wrapper = wrapper
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._state = State.from_env()
+        self._monitor: MonitorThread | None = None
+        self._assigned: HubStore | None = None
+        """The part of the store that the last assignment used."""
+
+    def run(self) -> Any:
+        """Return what the function returned; None on a spare.
+
+        Raises:
+            BaseException: what ends this rank; see the wrapper.
+        """
+        self._link = Link(self._supervisor_settings(), self._tick_s())
+        with contextlib.ExitStack() as resources:
+            resources.callback(self._close)
+            try:
+                self._begin(resources)
+                result = self._iterate()
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self._complete()
+            return result
+
+    def _close(self) -> None:
+        self._link.close()
+        if self._monitor is not None:
+            self._monitor.join(_ABORT_S)
+            if self._monitor.is_alive():
+                # An abort that hangs; it may still write to the page.
+                return
+            self._call.end()
+        self._link.page.close()
+
+    # --- before the first iteration ----------------------------------------------------------------------
+
+    def _begin(self, resources: contextlib.ExitStack) -> None:
+        wrapper, state = self._wrapper, self._state
+        self._link.page.words[Word.MAIN_THREAD] = threading.get_native_id()
+        # Kept until all have read from it.
+        meeting_store = wrapper.store_factory(**wrapper.store_kwargs)
+        meeting = meet(self._link, meeting_store, state.rank, state.world_size)
+        self._store = HubStore(meeting.addresses, meeting.token, timeout=wrapper.barrier_timeout)
+        resources.callback(self._store.close)
+        self._call = CallWrapper(wrapper, state, self._link.page, self._store)
+        barrier_s = wrapper.barrier_timeout.total_seconds()
+        if not self._link.wait_joined(barrier_s):
+            raise BarrierTimeout(
+                f"not all of {state.world_size} ranks called the function within {barrier_s:g} s"
+            )
+        self._signature = inspect.signature(self._function)
+        self._injected = injection.parameters_of_type(self._function, CallWrapper)
+        self._assign(frozenset())
+        self._user_code = UserCode()
+        self._monitor = MonitorThread(self._link, self._user_code, self._call.lock, self._abort)
+        self._monitor.start()
+
+    def _supervisor_settings(self) -> Settings:
+        wrapper, rank = self._wrapper, self._state.initial_rank
+        return Settings(
+            member=rank,
+            soft_timeout_s=wrapper.soft_timeout.total_seconds(),
+            hard_timeout_s=wrapper.hard_timeout.total_seconds(),
+            heartbeat_interval_s=wrapper.heartbeat_interval.total_seconds(),
+            heartbeat_timeout_s=wrapper.heartbeat_timeout.total_seconds(),
+            termination_grace_s=wrapper.termination_grace_time.total_seconds(),
+            logfile=(wrapper.monitor_process_logfile or "").format(rank=rank),
+            pidfile=(wrapper.monitor_process_pidfile or "").format(rank=rank),
+        )
+
+    def _tick_s(self) -> float:
+        interval = self._wrapper.progress_watchdog_interval.total_seconds()
+        return min(interval, _TICK_S, self._wrapper.soft_timeout.total_seconds() / 10)
+
+    # --- iterations --------------------------------------------------------------------------------------
+
+    def _iterate(self) -> Any:
+        while True:
+            outcome = self._run_iteration()
+            if isinstance(outcome, Returned):
+                timed_out = self._wait_for_all()
+                if self._link.is_done:
+                    return outcome.value
+                outcome = Raised(timed_out) if timed_out is not None else Interrupted(None)
+            if isinstance(outcome, Raised) and not isinstance(outcome.error, Exception):
+                raise outcome.error
+            self._restart(outcome)
+
+    def _run_iteration(self) -> Outcome:
+        state, link = self._state, self._link
+        self._call.reset_progress()
+        self._phase(Phase.USER)
+        link.enter(state.iteration, state.rank, state.world_size)
+        if link.is_interrupted:
+            return Interrupted(None)
+        outcome = self._user_code.run(self._user_section)
+        self._phase(Phase.WAITING)
+        if isinstance(outcome, Returned) and state.mode is not Mode.ACTIVE and not link.wait_any_completed():
+            return Interrupted(None)
+        return outcome
+
+    def _user_section(self) -> Any:
+        """What is interrupted: initialize, health check, function."""
+        wrapper, frozen = self._wrapper, self._state.freeze()
+        if wrapper.initialize is not None:
+            wrapper.initialize(frozen)
+        if wrapper.health_check is not None:
+            _check_health(wrapper.health_check, frozen)
+        if self._state.mode is not Mode.ACTIVE:
+            return None
+        args, kwargs = injection.with_injected(
+            self._signature, self._injected, self._call, self._args, self._kwargs
+        )
+        return self._function(*args, **kwargs)
+
+    def _wait_for_all(self) -> BarrierTimeout | None:
+        """Wait until all ranks have completed or the iteration is interrupted; return what else happened."""
+        self._call.reset_progress()
+        self._link.send(msg.Complete(self._state.iteration))
+        limit_s = self._wrapper.completion_timeout.total_seconds()
+        if self._link.wait_done(limit_s):
+            return None
+        return BarrierTimeout(f"not all ranks have completed within {limit_s:g} s")
+
+    # --- from a fault to the next iteration --------------------------------------------------------------
+
+    def _restart(self, outcome: Outcome) -> None:
+        wrapper, state, link = self._wrapper, self._state, self._link
+        watch = Stopwatch(time.monotonic())
+        error = outcome.error if isinstance(outcome, (Raised, Interrupted)) else None
+        is_own = not link.is_interrupted
+        if is_own:
+            self._report(error)
+        barrier_s = wrapper.barrier_timeout.total_seconds()
+        if not link.wait_aborted(barrier_s):
+            raise BarrierTimeout(f"the abort of iteration {state.iteration} took more than {barrier_s:g} s")
+        release_all(self._call.lock)
+        self._phase(Phase.RECOVERY)
+        link.notice()
+        if wrapper.abort is not None and dist.is_initialized():
+            # The function was about to make it when the abort ran.
+            AbortTorchDistributed()(state.freeze())
+        if not is_own:
+            watch = Stopwatch(link.interrupted_at)
+        # Those whose exception follows from another rank's fault are no culprits.
+        state.fn_exception = error if is_own and isinstance(error, Exception) else None
+        if error is not None:
+            _drop_locals(error)
+        interrupt_s = watch.lap()
+        frozen = state.freeze()
+        if wrapper.finalize is not None:
+            wrapper.finalize(frozen)
+        finalize_s = watch.lap()
+        if wrapper.restart_health_check is not None:
+            _check_health(wrapper.restart_health_check, frozen)
+        health_check_s = watch.lap()
+        release = self._barrier()
+        barrier_s = watch.lap()
+        self._phase(Phase.RECOVERY)
+        iteration = state.iteration
+        self._assign(frozenset(release.terminated))
+        self._collect_garbage()
+        assignment_s = watch.lap()
+        records = tuple(InterruptionRecord(r.rank, Interruption[r.kind]) for r in release.records)
+        self._call.last_restart = RestartTimings(
+            iteration, records, release.terminated, interrupt_s, finalize_s, health_check_s, barrier_s,
+            assignment_s, watch.total,
+        )  # fmt: skip
+        _log.warning(
+            "rank %d restarts as iteration %d, %.3f s after: %s",
+            state.initial_rank, state.iteration, watch.total, describe(release.records),
+        )  # fmt: skip
+
+    def _report(self, error: BaseException | None) -> None:
+        iteration = self._state.iteration
+        self._link.send(msg.Fault(iteration, Interruption.EXCEPTION.name, _summary(error)))
+        if error is not None:
+            _log.warning(
+                "rank %d, iteration %d: %s", self._state.initial_rank, iteration, _summary(error),
+                exc_info=error,
+            )  # fmt: skip
+
+    def _barrier(self) -> msg.Release:
+        self._phase(Phase.WAITING)
+        self._link.send(msg.Arrive(self._state.iteration))
+        limit_s = self._wrapper.barrier_timeout.total_seconds()
+        release = self._link.wait_release(limit_s)
+        if release is None:
+            raise BarrierTimeout(f"not all ranks were ready to restart within {limit_s:g} s")
+        return release
+
+    def _assign(self, terminated: frozenset[int]) -> None:
+        """Give this rank its numbers for the next iteration."""
+        state = self._state
+        is_first = self._assigned is None
+        used, self._assigned = self._assigned, self._store.part(f"nvrx/assignment/{state.iteration}")
+        context = RankAssignmentCtx(state, self._assigned, set(terminated))
+        state = self._state = self._call.state = self._wrapper.rank_assignment(context).state
+        if not is_first:
+            state.advance()
+        state.set_distributed_vars()
+        # Two barriers have passed since: nobody reads them any more. Mostly there are none.
+        if used is not None and used.was_used and state.rank == 0:
+            used.delete_all()
+
+    def _collect_garbage(self) -> None:
+        """Free what the last iteration has left in cycles.
+
+        A full collection takes longer than all the rest of a restart, and only GPU memory is worth it.
+        """
+        gc.collect(2 if torch.cuda.is_initialized() else 1)
+
+    def _abort(self) -> None:
+        if self._link.page.words[Word.PHASE] == Phase.USER:
+            # The function may wait there for a rank that never comes.
+            self._store.interrupt()
+        if self._wrapper.abort is not None:
+            self._wrapper.abort(self._state.freeze())
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        state = self._state
+        # For the next call: who is left, spares included.
+        os.environ.update(RANK=str(state.rank), WORLD_SIZE=str(state.world_size))
+        if self._wrapper.completion is not None:
+            try:
+                self._wrapper.completion(state.freeze())
+            except Exception:
+                _log.exception("the completion plug-in failed")
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others, and clean up; called while ``error`` is on its way to the caller."""
+        state = self._state
+        self._phase(Phase.WAITING)
+        kind = "" if isinstance(error, RankDiscarded) else Interruption.BASE_EXCEPTION.name
+        self._link.send(msg.Leave(state.iteration, kind, _summary(error)))
+        if self._monitor is not None:
+            release_all(self._call.lock)
+            self._link.notice()
+            if self._link.is_interrupted:
+                with contextlib.suppress(InternalError):
+                    self._link.wait_aborted(_ABORT_S)
+            else:
+                with contextlib.suppress(Exception):
+                    self._abort()
+        state.mode = Mode.TERMINATED
+        if self._wrapper.terminate is not None:
+            try:
+                self._wrapper.terminate(state.freeze())
+            except Exception as failure:
+                raise failure from error
+
+    def _phase(self, phase: Phase) -> None:
+        self._link.page.set_phase(phase, time.monotonic_ns())
+
+
+def _check_health(check: Callable[[FrozenState], Any], frozen: FrozenState) -> None:
+    try:
+        check(frozen)
+    except Exception as error:
+        if isinstance(error, HealthCheckError):
+            raise
+        raise HealthCheckError(str(error) or type(error).__name__) from error
+
+
+def _summary(error: BaseException | None) -> str:
+    """Return type and message; nothing that an exception's own code does wrong comes out."""
+    if error is None:
+        return ""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    name = "RankShouldRestart" if isinstance(error, RankShouldRestart) else type(error).__name__
+    return (f"{name}: {text}" if text else name)[: msg.MAX_WHY]
+
+
+def _drop_locals(error: BaseException) -> None:
+    """Let go of what the frames of the interrupted function hold: models, tensors, process groups."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]

@@ -1,0 +1,434 @@
+"""Runs the ranks of in-process restart tests: imports torch once, and forks the ranks of each scenario.
+
+Reads one JSON request per line from standard input and answers each with one line: for every rank its exit
+code and the events that it reported. Ranks that are still there when the time is over are killed, and the
+answer says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvrx_slurm import linux
+from nvrx_slurm.inprocess import (
+    Compose,
+    abort,
+    completion,
+    finalize,
+    health_check,
+    initialize,
+    rank_assignment,
+    terminate,
+)
+from nvrx_slurm.inprocess.monitor_thread import RankShouldRestart
+from nvrx_slurm.inprocess.wrap import CallWrapper, Wrapper
+
+_C = ctypes.CDLL(None)
+_C_WITH_GIL = ctypes.PyDLL(None)
+
+
+class Report:
+    """What a rank tells the test."""
+
+    def __init__(self, fd: int) -> None:
+        self._file = os.fdopen(fd, "w")
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n")
+        self._file.flush()
+
+
+class TwoArguments(Exception):
+    """Can't be copied or pickled: needs two arguments, and holds a lock."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+        self.lock = threading.Lock()
+
+
+def seconds(value: float) -> timedelta:
+    return timedelta(seconds=value)
+
+
+# --- faults ---------------------------------------------------------------------------------------------
+
+
+def _swallow(call: CallWrapper, report: Report) -> None:
+    """A function that swallows whatever interrupts it, three times."""
+    caught = 0
+    while caught < 3:
+        try:
+            while True:
+                time.sleep(0.001)
+        except BaseException:
+            caught += 1
+    report("swallowed", times=caught)
+    while True:
+        time.sleep(0.001)
+
+
+def _in_del(call: CallWrapper, report: Report) -> None:
+    """Is interrupted in a ``__del__`` most of the time."""
+
+    class Slow:
+        def __del__(self) -> None:
+            until = time.monotonic() + 0.04
+            while time.monotonic() < until:
+                pass
+
+    while True:
+        Slow()
+
+
+def inject(kind: str, call: CallWrapper, report: Report, rank: int) -> None:
+    """Do what the plan asks of this rank."""
+    report("fault", kind=kind, iteration=call.iteration)
+    match kind:
+        case "exception":
+            raise ValueError(f"injected on {rank}")
+        case "uncopyable":
+            raise TwoArguments("can't", "be copied")
+        case "restart":
+            raise RankShouldRestart("the function asks for it")
+        case "exit":
+            raise SystemExit(3)
+        case "keyboard":
+            raise KeyboardInterrupt
+        case "abort":
+            raise initialize.RestartAbort("enough")
+        case "sigkill" | "sigterm" | "sigint":
+            os.kill(os.getpid(), signal.Signals[kind.upper()])
+            time.sleep(60)
+        case "sigstop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "segfault":
+            faulthandler.disable()
+            ctypes.string_at(0)
+        case "livelock":
+            call.ping()
+            while True:
+                time.sleep(0.001)
+        case "block":
+            _C.pause()
+        case "block_briefly":
+            _C.usleep(900_000)
+            while True:
+                time.sleep(0.001)
+        case "gil":
+            _C_WITH_GIL.pause()
+        case "hub":
+            _kill_supervisor_of(0)
+        case "supervisor":
+            _kill_supervisor_of(rank)
+        case _:
+            raise AssertionError(kind)
+
+
+def _kill_supervisor_of(rank: int) -> None:
+    with open(_pidfile(rank)) as file:
+        os.kill(int(file.read()), signal.SIGKILL)
+    while True:
+        time.sleep(0.001)
+
+
+def _pidfile(rank: int | str) -> str:
+    return f"{os.environ['SCENARIO_DIR']}/supervisor_{rank}.pid"
+
+
+# --- plug-ins that fail as the plan says ----------------------------------------------------------------
+
+
+class Failing:
+    """Fails in the iterations and on the rank that the plan names."""
+
+    def __init__(self, name: str, plan: dict[str, Any], report: Report) -> None:
+        self.name, self.report = name, report
+        self.at = {tuple(at) for at in plan.get(f"fail_{name}", ())}
+
+    def __call__(self, state: Any) -> Any:
+        who = getattr(state, "state", state)
+        self.report(
+            self.name, iteration=who.iteration, mode=who.mode.name, exception=type(who.fn_exception).__name__
+        )
+        if (who.iteration, who.initial_rank) in self.at:
+            raise ValueError(f"{self.name} fails")
+        return state
+
+
+class FailingInitialize(Failing, initialize.Initialize): ...
+
+
+class FailingAbort(Failing, abort.Abort): ...
+
+
+class FailingFinalize(Failing, finalize.Finalize): ...
+
+
+class FailingHealthCheck(Failing, health_check.HealthCheck): ...
+
+
+class FailingAssignment(Failing, rank_assignment.RankAssignment): ...
+
+
+class FailingCompletion(Failing, completion.Completion): ...
+
+
+class FailingTerminate(Failing, terminate.Terminate): ...
+
+
+# --- scenarios ------------------------------------------------------------------------------------------
+
+
+def wrapper_for(plan: dict[str, Any], report: Report) -> Wrapper:
+    """Make the wrapper of a plan: short time-outs, and plug-ins that report."""
+    times = {
+        "soft_timeout": 30.0,
+        "hard_timeout": 40.0,
+        "heartbeat_timeout": 20.0,
+        "barrier_timeout": 50.0,
+        "completion_timeout": 50.0,
+        "termination_grace_time": 1.0,
+        **plan.get("times", {}),
+    }
+    return Wrapper(
+        store_kwargs={"timeout": seconds(60)},
+        initialize=Compose(
+            initialize.RetryController(plan.get("max_iterations")),
+            FailingInitialize("initialize", plan, report),
+        ),
+        abort=Compose(FailingAbort("abort", plan, report), abort.AbortTorchDistributed()),
+        finalize=FailingFinalize("finalize", plan, report),
+        health_check=FailingHealthCheck("health_check", plan, report),
+        completion=FailingCompletion("completion", plan, report),
+        terminate=FailingTerminate("terminate", plan, report),
+        monitor_process_pidfile=_pidfile("{rank}"),
+        **_assignment(plan, report),
+        **{name: seconds(value) for name, value in times.items()},
+        **plan.get("wrapper", {}),
+    )
+
+
+def _assignment(plan: dict[str, Any], report: Report) -> dict[str, Any]:
+    if "active_world_size" in plan.get("wrapper", {}) or "granularity" in plan.get("wrapper", {}):
+        return {}
+    return {
+        "rank_assignment": Compose(
+            rank_assignment.ActivateAllRanks(),
+            rank_assignment.ShiftRanks(),
+            FailingAssignment("assignment", plan, report),
+        )
+    }
+
+
+def make_group(call: CallWrapper) -> None:
+    store = dist.PrefixStore(f"group/{call.iteration}", call.store)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=seconds(30),
+    )
+
+
+def planned(plan: dict[str, Any], report: Report) -> None:
+    """Call a function in which iteration by iteration the plan's ranks do what the plan says.
+
+    ``plan["faults"]`` holds a list for each iteration: pairs of an initial rank and a kind. The iteration
+    after the last one returns, after one all-reduce if there is a group. Meanwhile the others do
+    ``plan["others"]``.
+    """
+    rank = int(os.environ["RANK"])
+    others = plan.get("others", "python")
+
+    def function(value: int, call: CallWrapper | None = None) -> str:
+        assert call is not None
+        last = call.last_restart
+        report(
+            "enter",
+            iteration=call.iteration,
+            rank=os.environ["RANK"],
+            world_size=os.environ["WORLD_SIZE"],
+            terminated=list(last.terminated_ranks) if last else [],
+            records=[[record.rank, record.interruption.name] for record in last.records] if last else [],
+            total=last.total_s if last else 0,
+            phases=last.phases() if last else {},
+        )
+        if others == "gloo":
+            make_group(call)
+        faults = dict(plan["faults"][call.iteration]) if call.iteration < len(plan["faults"]) else None
+        if faults is None:
+            if others == "gloo":
+                one = torch.ones(1)
+                dist.all_reduce(one)
+                report("reduced", value=one.item())
+                dist.destroy_process_group()
+            return f"{value} from {os.environ['RANK']}"
+        call.store.barrier(f"ready/{call.iteration}", int(os.environ["WORLD_SIZE"]), seconds(30))
+        if rank in faults:
+            time.sleep(plan.get("pause", 0.03))
+            inject(faults[rank], call, report, rank)
+        wait_as(others, call, report)
+        raise AssertionError("not reached")
+
+    result = wrapper_for(plan, report)(function)(plan.get("value", 7))
+    report("returned", value=result)
+
+
+def wait_as(others: str, call: CallWrapper, report: Report) -> None:
+    match others:
+        case "gloo":
+            while True:
+                dist.all_reduce(torch.ones(1))
+        case "swallow":
+            _swallow(call, report)
+        case "del":
+            _in_del(call, report)
+        case _:
+            while True:
+                call.ping()
+                time.sleep(0.001)
+
+
+SCENARIOS = {"planned": planned}
+
+
+# --- the server -----------------------------------------------------------------------------------------
+
+
+def rank_main(request: dict[str, Any], rank: int, port: int, fd: int) -> int:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(request["world_size"]),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        SCENARIO_DIR=request["directory"],
+        **request.get("env", {}),
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    report = Report(fd)
+    code = 1
+    try:
+        SCENARIOS[request["scenario"]](request["plan"], report)
+        code = 0
+    except SystemExit as error:
+        report("raised", type="SystemExit", text=str(error), cause="")
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        cause = error.__cause__
+        report(
+            "raised", type=type(error).__name__, text=str(error), cause=type(cause).__name__ if cause else ""
+        )
+        if request.get("verbose"):
+            traceback.print_exc()
+    report(
+        "end",
+        threads=sorted(thread.name for thread in threading.enumerate()),
+        memfds=sum("nvrx-progress" in _target(fd) for fd in os.listdir("/proc/self/fd")),
+        sockets=sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd")),
+    )
+    return code
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    ranks: dict[int, int] = {}
+    readers = []
+    for rank in range(request["world_size"]):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.close(reader)
+                code = rank_main(request, rank, port, writer)
+            finally:
+                os._exit(code)
+        os.close(writer)
+        readers.append(reader)
+        ranks[pid] = rank
+    deadline = time.monotonic() + request.get("timeout", 60)
+    texts = [b""] * len(readers)
+    open_readers = {reader: rank for rank, reader in enumerate(readers)}
+    hung: list[int] = []
+    while open_readers:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            hung = sorted(open_readers.values())
+            break
+        for reader in select.select(list(open_readers), [], [], left)[0]:
+            data = os.read(reader, 65536)
+            if data:
+                texts[open_readers[reader]] += data
+            else:
+                del open_readers[reader]
+    for pid in ranks if hung else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    codes: dict[int, int] = {}
+    # Supervisors are adopted here: when all have gone, none has been left behind.
+    left_behind = False
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if pid in ranks:
+            codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+        elif pid == 0:
+            if time.monotonic() > deadline + 10:
+                left_behind = True
+                linux_kill_children()
+            time.sleep(0.002)
+    for reader in readers:
+        os.close(reader)
+    return {
+        "hung": hung,
+        "left_behind": left_behind,
+        "ranks": [
+            {"exit": codes[rank], "events": [json.loads(line) for line in text.splitlines()]}
+            for rank, text in enumerate(texts)
+        ],
+    }
+
+
+def linux_kill_children() -> None:
+    for pid in linux.children_of(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    linux.become_subreaper()
+    logging.getLogger("nvrx_slurm").setLevel(logging.CRITICAL if "--quiet" in sys.argv else logging.INFO)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""In-process restart with real processes: the scenarios of a fault, and what each rank sees of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SCRIPT = Path(__file__).with_name("inprocess_ranks.py")
+_HANGS = {
+    "soft_timeout": 1.0,
+    "hard_timeout": 20.0,
+    "monitor_thread_interval": 0.1,
+    "monitor_process_interval": 0.1,
+    "progress_watchdog_interval": 0.1,
+}
+"""Time-outs of the wrapper, seconds; all others are far away."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    exit: int
+    events: list[dict[str, Any]]
+
+    def all(self, event: str) -> list[dict[str, Any]]:
+        return [each for each in self.events if each["event"] == event]
+
+    def one(self, event: str) -> dict[str, Any]:
+        (found,) = self.all(event)
+        return found
+
+    @property
+    def entered(self) -> list[int]:
+        return [each["iteration"] for each in self.all("enter")]
+
+    def records(self, iteration: int) -> set[tuple[int, str]]:
+        """What ended the iteration before this one."""
+        (entry,) = [each for each in self.all("enter") if each["iteration"] == iteration]
+        return {(rank, kind) for rank, kind in entry["records"]}
+
+
+class Ranks:
+    """Runs scenarios; see the script."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "error"}
+        environ["PYTHONPATH"] = str(_SCRIPT.parents[2])
+        self._process = subprocess.Popen(
+            [sys.executable, str(_SCRIPT), "--quiet"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        self._count = 0
+
+    def run(
+        self, *faults: list[tuple[int, str]], world_size: int = 3, scenario: str = "planned", **plan: Any
+    ) -> list[Rank]:
+        """Run a plan; every rank must have ended by itself, and nothing of it be left."""
+        self._count += 1
+        directory = self._directory / str(self._count)
+        directory.mkdir()
+        request = {
+            "scenario": scenario,
+            "world_size": world_size,
+            "directory": str(directory),
+            "env": plan.pop("env", {}),
+            "plan": {"faults": faults, **plan},
+            "timeout": 60,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        assert select.select([self._process.stdout], [], [], 100)[0], "the script does not answer"
+        answer = json.loads(self._process.stdout.readline())
+        assert answer["hung"] == [], answer
+        assert not answer["left_behind"], "a supervisor is still there"
+        ranks = [Rank(**rank) for rank in answer["ranks"]]
+        for rank in ranks:
+            for end in rank.all("end"):
+                assert end["threads"] == ["MainThread"]
+                assert end["memfds"] == 0
+                assert end["sockets"] == 0
+        return ranks
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    server = Ranks(tmp_path_factory.mktemp("inprocess"))
+    yield server
+    server.close()
+
+
+def all_returned(ranks: list[Rank], world_size: int | None = None) -> None:
+    """Every rank that is left has returned its own value, and the numbers have no gaps."""
+    left = [rank for rank in ranks if rank.all("returned")]
+    assert len(left) == (len(ranks) if world_size is None else world_size)
+    last = [rank.all("enter")[-1] for rank in left]
+    assert sorted(int(entry["rank"]) for entry in last) == list(range(len(left)))
+    for rank, entry in zip(left, last, strict=True):
+        assert entry["world_size"] == str(len(left))
+        assert rank.one("returned")["value"] == f"7 from {entry['rank']}"
+        assert rank.exit == 0
+
+
+def test_after_exceptions_all_ranks_enter_again_also_out_of_a_blocked_all_reduce(ranks: Ranks) -> None:
+    """S1, S14; exceptions that can't be copied or pickled are exceptions like all others."""
+    done = ranks.run([(1, "exception")], [(0, "uncopyable"), (2, "exception")], others="gloo")
+    all_returned(done)
+    for rank in done:
+        assert rank.entered == [0, 1, 2]
+        assert (1, "EXCEPTION") in rank.records(1)
+        assert {(0, "EXCEPTION"), (2, "EXCEPTION")} <= rank.records(2)
+        assert rank.one("reduced")["value"] == 3.0
+        # initialize and health check begin an iteration; then abort, finalize, health check, rank assignment.
+        order = [e["event"] for e in rank.events if e["event"] not in ("fault", "reduced", "returned", "end")]
+        restart = ["abort", "finalize", "health_check", "assignment"]
+        begin = ["initialize", "health_check", "enter"]
+        assert order == ["assignment", *(begin + restart) * 2, *begin, "completion"]
+        assert all(each["iteration"] == 2 for each in rank.all("completion"))
+    # A plug-in sees the exception of its own rank's function.
+    assert done[1].all("finalize")[0]["exception"] == "ValueError"
+    assert done[0].all("finalize")[1]["exception"] == "TwoArguments"
+
+
+def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Ranks) -> None:
+    """S2, BUG-2: all others blocked in an all-reduce, or in a barrier of the store."""
+    done = ranks.run([(0, "sigkill")], [(2, "segfault")], world_size=4, others="gloo")
+    all_returned(done, 2)
+    assert [done[0].exit, done[2].exit] == [-9, -11]
+    assert (0, "TERMINATED") in done[1].records(1)
+    assert [each["terminated"] for each in done[1].all("enter")] == [[], [0], [1]]
+    assert [each["rank"] for each in done[3].all("enter")] == ["3", "2", "1"]
+
+
+def test_a_rank_that_leaves_lets_the_others_restart_rank_0_too(ranks: Ranks) -> None:
+    """S3, S12, BUG-3: SystemExit, KeyboardInterrupt; then the function asks for a restart itself."""
+    done = ranks.run([(0, "exit")], [(1, "keyboard")], [(2, "restart")], world_size=4)
+    all_returned(done, 2)
+    assert done[0].exit == 3
+    assert done[0].one("raised")["type"] == "SystemExit"
+    assert done[1].one("raised")["type"] == "KeyboardInterrupt"
+    for rank in done[:2]:
+        assert len(rank.all("terminate")) == 1
+        assert rank.one("terminate")["mode"] == "TERMINATED"
+        assert not rank.all("completion")
+    assert done[3].records(1) == {(0, "BASE_EXCEPTION")}
+    assert done[3].records(3) == {(0, "EXCEPTION")}
+
+
+def test_a_rank_without_ping_restarts_and_all_survive_whatever_they_are_blocked_in(ranks: Ranks) -> None:
+    """S5, BUG-1: steady signs of life from elsewhere hide nothing."""
+    done = ranks.run([(1, "livelock")], [(2, "livelock")], others="gloo", times=_HANGS)
+    all_returned(done)
+    assert (1, "SOFT_TIMEOUT") in done[0].records(1)
+    fault, again = done[1].all("fault")[0]["t"], done[1].all("enter")[1]["t"]
+    assert again - fault >= 1.0
+
+
+@pytest.mark.parametrize("kind", ["block", "gil", "sigstop"])
+def test_a_rank_that_nothing_unblocks_is_killed_as_soon_as_all_others_wait(ranks: Ranks, kind: str) -> None:
+    """S6: long before the hard time-out, which is 20 s."""
+    done = ranks.run([(1, kind)], times=_HANGS)
+    all_returned(done, 2)
+    assert done[1].exit == -15
+    assert done[0].records(1) == {(1, "SOFT_TIMEOUT"), (1, "HARD_TIMEOUT")}
+    assert done[0].all("enter")[1]["t"] - done[1].one("fault")["t"] < 15
+
+
+def test_when_the_process_of_the_hub_is_killed_all_end_with_an_error_that_says_so(
+    ranks: Ranks,
+) -> None:
+    """BUG-2: never a hang."""
+    done = ranks.run([(1, "hub")])
+    for rank in done:
+        assert rank.exit == 1
+        assert rank.one("raised")["type"] == "InternalError"
+        assert len(rank.all("terminate")) == 1
+    assert (
+        "nothing was heard of the hub" in done[1].one("raised")["text"]
+        or "closed" in done[1].one("raised")["text"]
+    )
+    assert "supervisor process has ended" in done[0].one("raised")["text"]
+
+
+def test_a_rank_whose_supervisor_is_killed_leaves_at_once_and_the_others_go_on(ranks: Ranks) -> None:
+    """S8: nobody waits for a heartbeat that does not come."""
+    done = ranks.run([(2, "supervisor")], others="gloo")
+    all_returned(done, 2)
+    assert done[2].one("raised")["type"] == "InternalError"
+    assert (2, "TERMINATED") in done[0].records(1)
+
+
+@pytest.mark.parametrize("others", ["swallow", "del"])
+def test_a_function_that_swallows_the_interruption_is_interrupted_again(ranks: Ranks, others: str) -> None:
+    """BUG-9: and never is the wrapper's own code."""
+    done = ranks.run([(1, "exception")], others=others)
+    all_returned(done)
+
+
+def test_faults_of_plug_ins_end_one_rank_or_restart_all_as_is_documented(ranks: Ranks) -> None:
+    """S4, S10: which exceptions escape, by where they are raised."""
+    done = ranks.run(
+        [(1, "exception")],
+        [(1, "exception")],
+        world_size=5,
+        fail_initialize=[(0, 3)],
+        fail_abort=[(1, 4)],
+        fail_finalize=[(1, 0)],
+        fail_health_check=[(2, 2)],
+        fail_assignment=[(2, 3)],
+    )
+    # initialize of rank 3 fails in iteration 0, so the plan's own fault comes in iteration 1.
+    assert done[0].one("raised")["type"] == "ValueError"
+    assert "finalize fails" in done[0].one("raised")["text"]
+    assert done[0].entered[-1] == 1
+    assert done[4].exit == 0
+
+
+def test_the_limit_of_restarts_ends_all_ranks_and_each_calls_terminate_once(ranks: Ranks) -> None:
+    """S13"""
+    done = ranks.run(*[[(1, "exception")]] * 5, max_iterations=3)
+    for rank in done:
+        assert rank.entered == [0, 1, 2]
+        assert rank.one("raised")["type"] == "RestartAbort"
+        assert len(rank.all("terminate")) == 1
+
+
+def test_spares_take_the_place_of_lost_ranks(ranks: Ranks) -> None:
+    """S9: and they return nothing if they are not needed."""
+    done = ranks.run([(1, "sigkill")], world_size=4, wrapper={"active_world_size": 2})
+    assert [rank.entered for rank in done] == [[0, 1], [0], [1], []]
+    assert [rank.all("enter")[-1]["world_size"] for rank in done[::2]] == ["2", "2"]
+    assert [rank.one("returned")["value"] for rank in done if rank.exit == 0] == [
+        "7 from 0",
+        "7 from 1",
+        None,
+    ]

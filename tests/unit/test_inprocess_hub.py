@@ -1,0 +1,263 @@
+"""The hub of an in-process restart: who is told what, for every order of events."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvrx_slurm.supervisor import messages as msg
+from nvrx_slurm.supervisor.hub import Hub, Phase
+from nvrx_slurm.supervisor.hub_store import HubStore
+
+
+class World:
+    """A hub whose members do what the protocol asks of them."""
+
+    def __init__(self, size: int) -> None:
+        self.told: dict[int, list[msg.Message]] = defaultdict(list)
+        self.hub = Hub(size, lambda member, message: self.told[member].append(message))
+        self.size = size
+        for member in range(size):
+            join = msg.Join("", member, size)
+            assert self.hub.refusal(join) == ""
+            self.hub.join(member)
+
+    def enter_all(self, ranks: dict[int, int] | None = None) -> None:
+        ranks = {member: member for member in range(self.size)} if ranks is None else ranks
+        for member, rank in ranks.items():
+            self.hub.handle(member, msg.Enter(self.hub.iteration, rank, len(ranks)))
+
+    def last(self, member: int) -> msg.Message:
+        return self.told[member][-1]
+
+
+def test_nobody_begins_before_all_have_joined() -> None:
+    told: list[tuple[int, msg.Message]] = []
+    hub = Hub(2, lambda member, message: told.append((member, message)))
+    hub.join(0)
+    assert told == []
+    hub.join(1)
+    assert told == [(0, msg.Joined()), (1, msg.Joined())]
+
+
+def test_a_member_that_does_not_fit_is_refused_with_the_reason() -> None:
+    hub = Hub(2, lambda member, message: None)
+    assert "WORLD_SIZE is 3 on rank 1, but 2" in hub.refusal(msg.Join("", 1, 3))
+    assert "this is rank 2" in hub.refusal(msg.Join("", 2, 2))
+    hub.join(0)
+    assert "already" in hub.refusal(msg.Join("", 0, 2))
+
+
+def test_who_waits_for_the_others_learns_that_one_has_left_before_it_joined() -> None:
+    world = World.__new__(World)
+    world.told = defaultdict(list)
+    world.hub = Hub(3, lambda member, message: world.told[member].append(message))
+    world.hub.join(0)
+    world.hub.join(1)
+    world.hub.lose(1, "TERMINATED", "killed")
+    assert world.told[0] == [msg.Dismiss("rank 1 left before all had joined: killed")]
+
+
+def test_one_fault_interrupts_all_once_and_later_ones_are_merged_at_the_release() -> None:
+    world = World(3)
+    world.enter_all()
+    world.hub.handle(1, msg.Fault(0, "EXCEPTION", "bad"))
+    world.hub.handle(2, msg.Fault(0, "EXCEPTION", "worse"))
+    first = msg.Record(1, "EXCEPTION", "bad")
+    for member in range(3):
+        assert world.told[member][1:] == [msg.Interrupt(0, (first,))]
+        world.hub.handle(member, msg.Arrive(0))
+    for member in range(3):
+        assert world.last(member) == msg.Release(0, (), (first, msg.Record(2, "EXCEPTION", "worse")))
+    assert world.hub.iteration == 1
+
+
+def test_a_member_that_dies_is_terminated_in_the_numbering_of_the_iteration() -> None:
+    world = World(3)
+    world.enter_all({0: 2, 1: 0, 2: 1})
+    world.hub.lose(1, "TERMINATED", "")
+    for member in (0, 2):
+        world.hub.handle(member, msg.Arrive(0))
+        assert isinstance(world.told[member][1], msg.Interrupt)
+    assert world.last(0) == msg.Release(0, (0,), (msg.Record(0, "TERMINATED", ""),))
+    assert world.hub.members == 2
+
+
+def test_a_member_that_dies_between_release_and_entry_is_the_rank_that_nobody_has() -> None:
+    world = World(3)
+    world.enter_all()
+    world.hub.handle(0, msg.Fault(0, "EXCEPTION"))
+    for member in range(3):
+        world.hub.handle(member, msg.Arrive(0))
+    world.hub.lose(1, "TERMINATED", "out of memory")
+    world.hub.handle(0, msg.Enter(1, 0, 3))
+    assert isinstance(world.last(0), msg.Release)
+    world.hub.handle(2, msg.Enter(1, 2, 3))
+    assert world.last(0) == msg.Interrupt(1, (msg.Record(1, "TERMINATED", "out of memory"),))
+
+
+def test_a_member_that_leaves_because_its_rank_is_discarded_interrupts_nobody() -> None:
+    world = World(3)
+    world.enter_all()
+    world.hub.handle(0, msg.Fault(0, "EXCEPTION"))
+    for member in range(3):
+        world.hub.handle(member, msg.Arrive(0))
+    world.hub.handle(1, msg.Leave(0))
+    for member, rank in ((0, 0), (2, 1)):
+        world.hub.handle(member, msg.Enter(1, rank, 2))
+        assert isinstance(world.last(member), msg.Release)
+    assert world.hub.phase is Phase.RUNNING
+
+
+def test_all_complete_or_all_restart() -> None:
+    world = World(2)
+    world.enter_all()
+    world.hub.handle(0, msg.Complete(0))
+    assert world.last(1) == msg.AnyCompleted(0)
+    world.hub.handle(1, msg.Fault(0, "EXCEPTION"))
+    world.hub.handle(1, msg.Complete(0))
+    assert isinstance(world.last(0), msg.Interrupt)
+    for member in range(2):
+        world.hub.handle(member, msg.Arrive(0))
+    world.enter_all()
+    for member in range(2):
+        world.hub.handle(member, msg.Complete(1))
+    assert world.last(0) == world.last(1) == msg.Done(1)
+    world.hub.lose(1, "TERMINATED", "")
+    assert world.last(0) == msg.Done(1)
+
+
+def test_only_a_stuck_member_is_told_that_all_others_wait_for_it() -> None:
+    world = World(4)
+    world.enter_all()
+    world.hub.handle(0, msg.Fault(0, "SOFT_TIMEOUT"))
+    world.hub.handle(1, msg.Arrive(0))
+    world.hub.handle(0, msg.Stuck(0))
+    world.hub.handle(2, msg.Arrive(0))
+    assert isinstance(world.last(0), msg.Interrupt)
+    # Rank 3 takes its time in finalize, and is stuck in nothing.
+    world.hub.handle(3, msg.Arrive(0))
+    assert world.last(0) == msg.OthersWait(0)
+
+
+def test_nobody_is_told_so_while_none_waits() -> None:
+    world = World(2)
+    world.enter_all()
+    for member in range(2):
+        world.hub.handle(member, msg.Fault(0, "SOFT_TIMEOUT"))
+        world.hub.handle(member, msg.Stuck(0))
+    assert not any(isinstance(message, msg.OthersWait) for told in world.told.values() for message in told)
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 6), seed=st.integers(0, 10**6), faults=st.integers(0, 12))
+def test_whatever_happens_all_that_are_left_go_on_or_end_together(size: int, seed: int, faults: int) -> None:
+    """Members follow the protocol in random order, and faults and deaths happen at random moments."""
+    chance = random.Random(seed)
+    world = World(size)
+    alive = set(range(size))
+    rank = {member: member for member in range(size)}
+    state = dict.fromkeys(alive, "enter")
+    iteration = dict.fromkeys(alive, 0)
+    size_now = dict.fromkeys(alive, size)
+    read = dict.fromkeys(range(size), 0)
+
+    def hear(member: int) -> None:
+        while read[member] < len(world.told[member]):
+            message = world.told[member][read[member]]
+            read[member] += 1
+            match message:
+                case msg.Interrupt():
+                    assert message.iteration == iteration[member]
+                    if state[member] != "arrived":
+                        state[member] = "interrupted" if state[member] != "enter" else "enter"
+                case msg.Release():
+                    assert message.iteration == iteration[member]
+                    assert rank[member] not in message.terminated
+                    before = sum(dead < rank[member] for dead in message.terminated)
+                    rank[member] -= before
+                    size_now[member] -= len(message.terminated)
+                    iteration[member] += 1
+                    state[member] = "enter"
+                case msg.Done():
+                    state[member] = "done"
+
+    for _ in range(2000):
+        if not alive or all(state[member] == "done" for member in alive):
+            break
+        member = chance.choice(sorted(alive))
+        hear(member)
+        now = iteration[member]
+        if faults and chance.random() < 0.1 and state[member] != "done":
+            faults -= 1
+            if chance.random() < 0.4:
+                alive.discard(member)
+                world.hub.lose(member, "TERMINATED", "")
+                continue
+            if state[member] == "run":
+                world.hub.handle(member, msg.Fault(now, "EXCEPTION"))
+                state[member] = "interrupted"
+                continue
+        match state[member]:
+            case "enter":
+                world.hub.handle(member, msg.Enter(now, rank[member], size_now[member]))
+                state[member] = "run"
+                # It may have been interrupted before it entered.
+                told = world.told[member]
+                if any(isinstance(m, msg.Interrupt) and m.iteration == now for m in told):
+                    state[member] = "interrupted"
+            case "run":
+                world.hub.handle(member, msg.Complete(now))
+                state[member] = "completed"
+            case "interrupted":
+                world.hub.handle(member, msg.Arrive(now))
+                if state[member] == "interrupted":
+                    state[member] = "arrived"
+    assert all(state[member] == "done" for member in alive)
+    assert len({iteration[member] for member in alive}) <= 1
+    assert sorted(rank[member] for member in alive) == sorted({rank[member] for member in alive})
+
+
+def test_a_wait_is_answered_when_the_last_of_its_keys_is_set() -> None:
+    store, answers = HubStore(), []
+    store.handle(msg.StoreRequest("wait", ("a", "b")), answers.append)
+    store.handle(msg.StoreRequest("set", ("a",), (b"1",)), lambda reply: None)
+    assert answers == []
+    store.handle(msg.StoreRequest("append", ("b",), (b"2",)), lambda reply: None)
+    assert answers == [msg.StoreReply()]
+
+
+def test_a_wait_of_somebody_who_is_gone_is_forgotten() -> None:
+    store, answers = HubStore(), []
+    store.handle(msg.StoreRequest("wait", ("a",)), answers.append, "asker")
+    store.forget("asker")
+    store.handle(msg.StoreRequest("set", ("a",), (b"1",)), lambda reply: None)
+    assert answers == []
+
+
+def test_the_store_adds_compares_deletes_and_says_what_is_wrong() -> None:
+    store = HubStore()
+
+    def ask(operation: str, *keys: str, values: tuple[bytes, ...] = (), amount: int = 0) -> msg.StoreReply:
+        answers: list[msg.StoreReply] = []
+        store.handle(msg.StoreRequest(operation, keys, values, amount), answers.append)
+        (reply,) = answers
+        return reply
+
+    assert ask("add", "n", amount=2).number == 2
+    assert ask("add", "n", amount=-5).number == -3
+    ask("set", "text", values=(b"x",))
+    assert "no number" in ask("add", "text", amount=1).error
+    assert ask("compare_set", "text", values=(b"y", b"z")).values == (b"x",)
+    assert ask("compare_set", "text", values=(b"x", b"z")).values == (b"z",)
+    assert ask("compare_set", "new", values=(b"", b"1")).values == (b"1",)
+    assert "no key 'gone'" in ask("get", "gone").error
+    assert ask("check", "n", "gone").number == 0
+    ask("set", "part/a", "part/b", values=(b"", b""))
+    assert ask("delete_prefix", "part/").number == 2
+    assert ask("delete", "n", "gone").number == 1
+    assert ask("count").number == 2
+    assert "no operation" in ask("fly").error
