@@ -18,6 +18,7 @@ from typing import Protocol
 from nvrx_slurm.slurm.hostlist import expand_hostlist
 
 COMMAND_TIMEOUT_S = 30.0
+_PREFERENCES = ("SQUEUE_", "SINFO_", "SCONTROL_", "SLURM_BITSTR_LEN")
 
 
 class SlurmUnavailableError(RuntimeError):
@@ -189,7 +190,9 @@ def _run(
         argv,
         env=dict(environ),
         capture_output=True,
-        text=True,
+        # What users and operators have written comes along, in whatever encoding they had.
+        encoding="utf-8",
+        errors="surrogateescape",
         timeout=timeout_s,
         check=False,
         start_new_session=True,
@@ -213,8 +216,10 @@ class ScontrolClient:
         *,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> None:
+        given = os.environ if environ is None else environ
         self._environ = {
-            **(os.environ if environ is None else environ),
+            # Else a user's preferences would leave jobs and nodes out.
+            **{name: value for name, value in given.items() if not name.startswith(_PREFERENCES)},
             "LC_ALL": "C",
             "SLURM_TIME_FORMAT": "%s",
         }
@@ -250,7 +255,7 @@ class ScontrolClient:
         return parse_nodes(self._output(argv))
 
     def comment(self, job_id: str) -> str:
-        return parse_comment(self._output(["squeue", "-h", "-o", "%A|%k", "-j", job_id]), job_id)
+        return parse_comment(self._answer(["squeue", "-h", "-o", "%A|%k", "-j", job_id]), job_id)
 
     def config(self) -> SlurmConfig:
         return parse_config(self._scontrol("show", "config"))
@@ -281,6 +286,11 @@ class ScontrolClient:
         return self._output(["scontrol", "-o", *arguments])
 
     def _output(self, argv: Sequence[str]) -> str:
+        """Return what can be printed and written anywhere."""
+        return _writable(self._answer(argv))
+
+    def _answer(self, argv: Sequence[str]) -> str:
+        """Return the very bytes, for who gives them back to Slurm."""
         done = self._call(argv)
         if done.returncode != 0:
             why = _last_line(done)
@@ -298,10 +308,16 @@ class ScontrolClient:
             raise SlurmUnavailableError(
                 f"`{' '.join(argv)}` did not answer in {error.timeout:g} s"
             ) from error
+        except OSError as error:
+            raise SlurmUnavailableError(f"{argv[0]} cannot be run: {error.strerror}") from error
+
+
+def _writable(text: str) -> str:
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    said = done.stderr.strip().splitlines()
+    said = _writable(done.stderr).strip().splitlines()
     return said[-1] if said else f"exit code {done.returncode}"
 
 

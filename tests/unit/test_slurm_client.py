@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -192,6 +193,32 @@ def test_scontrol_is_asked_for_one_line_in_no_language_with_plain_times() -> Non
             },
         )
     ]
+
+
+def test_a_users_preferences_change_no_question() -> None:
+    tool = Tool("")
+    ScontrolClient({"SQUEUE_STATES": "R", "SINFO_ALL": "1", "SLURM_CLUSTERS": "a"}, tool).partition_nodes("b")
+    ((_, environ),) = tool.calls
+    assert set(environ) == {"SLURM_CLUSTERS", "LC_ALL", "SLURM_TIME_FORMAT"}
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), BlockingIOError(11, "Again")])
+def test_a_command_that_cannot_be_started_is_no_answer(error: OSError) -> None:
+    tool = Tool()
+    tool.error = error
+    with pytest.raises(SlurmUnavailableError, match=f"scontrol cannot be run: {error.strerror}"):
+        client(tool).config()
+
+
+def test_text_of_any_encoding_is_read_and_a_comment_is_the_very_bytes(tmp_path: Path) -> None:
+    for name in ("scontrol", "squeue"):
+        said = b"7|NodeName=n1 State=IDLE Reason=K\xfchlung [a@1]\n"
+        (tmp_path / f"{name}.said").write_bytes(said)
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec cat {tmp_path}/{name}.said\n")
+        (tmp_path / name).chmod(0o755)
+    real = ScontrolClient({"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert real.node("n1").reason == "K\ufffdhlung [a@1]"
+    assert os.fsencode(real.comment("7")).endswith(b"Reason=K\xfchlung [a@1]")
 
 
 def test_the_address_of_a_node_is_slurms_own() -> None:
