@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from nvrx_slurm.health.registry import Check, Settings
+from nvrx_slurm.health.trust import why_untrusted, why_untrusted_directory
 
 DEFAULT_PATH = Path("/etc/nvrx/health.yaml")
 DEFAULT_STATE_DIR = Path("/var/lib/nvrx/health")
 DEFAULT_BUDGET_S = 10.0
 DEFAULT_JOB_INTERVAL_S = 60.0
+_MOST_BYTES = 1 << 20
 _KEYS = ("budget_s", "job_interval_s", "state_dir", "hooks", "checks")
 
 
@@ -85,23 +89,32 @@ def load_config(path: Path | None, checks: Mapping[str, Check]) -> HealthConfig:
     try:
         if path is None and not chosen.exists():
             return HealthConfig()
-        text = chosen.read_text(encoding="utf-8")
-        status = chosen.stat()
+        text = _read(chosen)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{chosen}: cannot be read: {reason}") from error
-    if os.geteuid() == 0 and (untrusted := why_untrusted(status)):
-        raise ConfigError(f"{chosen}: {untrusted}, and root obeys it: chown root, chmod go-w")
     return parse_config(text, str(chosen), checks)
 
 
-def why_untrusted(status: os.stat_result) -> str:
-    """Return why root must not obey a file; empty if it may."""
-    if status.st_uid != 0:
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others than its owner can write it"
-    return ""
+def _read(path: Path) -> str:
+    """Raises:
+    ConfigError: it is no file, or root must not obey it.
+    OSError, UnicodeDecodeError: it can't be read.
+    """
+    # A FIFO would be waited for.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path}: cannot be read: it is no file")
+        if os.geteuid() == 0:
+            if why := why_untrusted(status):
+                raise ConfigError(f"{path}: {why}, and root obeys it: chown root, chmod go-w")
+            for directory in (path.parent, path.resolve().parent):
+                if why := why_untrusted_directory(directory):
+                    raise ConfigError(f"{path}: not used: of its directory {directory}, {why}")
+        if status.st_size > _MOST_BYTES:
+            raise ConfigError(f"{path}: cannot be read: accepted: {_MOST_BYTES >> 20} MiB at most")
+        return file.read().decode()
 
 
 def parse_config(text: str, name: str, checks: Mapping[str, Check]) -> HealthConfig:
@@ -113,7 +126,7 @@ def parse_config(text: str, name: str, checks: Mapping[str, Check]) -> HealthCon
     import yaml
 
     try:
-        document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        document = yaml.load(text, Loader=_loader())
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())[:300]}") from error
     top = _mapping({} if document is None else document, name, _KEYS)
@@ -128,6 +141,26 @@ def parse_config(text: str, name: str, checks: Mapping[str, Check]) -> HealthCon
         },
         hooks=_hooks(top.get("hooks"), f"{name}: hooks", checks),
     )
+
+
+@cache
+def _loader() -> Any:
+    """Return a loader that refuses a key that is there twice: else what the first one says would be lost."""
+    import yaml
+
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen = set()
+            for key, _ in node.value:
+                name = (key.tag, str(key.value))
+                if name in seen:
+                    raise yaml.YAMLError(f"{name[1]:.60} is there twice, line {key.start_mark.line + 1}")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def _hooks(value: object, where: str, checks: Mapping[str, Check]) -> HooksSettings:
@@ -167,23 +200,23 @@ def _readable(error: str) -> str:
 
 def _mapping(value: object, where: str, accepted: Iterable[str]) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: a mapping is needed, not {value!r:.60}")
+        raise ConfigError(f"{where}: a mapping is needed, not {reprlib.repr(value)}")
     known = list(accepted)
     for key in value:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{where}: unknown key {key!r:.60}; {hint}accepted: {', '.join(known)}")
+            raise ConfigError(f"{where}: unknown key {reprlib.repr(key)}; {hint}accepted: {', '.join(known)}")
     return value
 
 
 def _number(value: object, where: str) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 3600:
         return float(value)
-    raise ConfigError(f"{where}: {value!r:.60}: accepted: seconds above 0, 3600 at most")
+    raise ConfigError(f"{where}: {reprlib.repr(value)}: accepted: seconds above 0, 3600 at most")
 
 
 def _directory(value: object, where: str) -> Path:
     if isinstance(value, str) and value.startswith("/") and "\0" not in value:
         return Path(value)
-    raise ConfigError(f"{where}: {value!r:.60}: accepted: an absolute path")
+    raise ConfigError(f"{where}: {reprlib.repr(value)}: accepted: an absolute path")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from nvrx_slurm.health.trust import why_untrusted_directory
 from nvrx_slurm.health.unavailable import UnavailableError
 from nvrx_slurm.whole_file import replace_file
 
@@ -32,7 +33,7 @@ class StateDir:
         if self.path is None:
             return None
         try:
-            if _why_untrusted(self.path):
+            if why_untrusted_directory(self.path):
                 return None
             data = _read(self.path / f"{name}.json")
             return None if data is None else msgspec.json.decode(data, type=kind)
@@ -49,7 +50,7 @@ class StateDir:
             raise UnavailableError("there is no state directory", "--state-dir")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if why := _why_untrusted(self.path):
+            if why := why_untrusted_directory(self.path):
                 raise UnavailableError(f"is not used: {why}", str(self.path))
             replace_file(self.path / f"{name}.json", msgspec.json.encode(value))
         except OSError as error:
@@ -60,16 +61,6 @@ class StateDir:
         if self.path is not None:
             with contextlib.suppress(OSError):
                 (self.path / f"{name}.json").unlink()
-
-
-def _why_untrusted(directory: Path) -> str:
-    """Return why others may exchange files there, which one must not believe then; empty if they can't."""
-    status = directory.stat()
-    if status.st_uid not in (0, os.geteuid()):
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX:
-        return "others than its owner can write it"
-    return ""
 
 
 def _read(path: Path) -> bytes | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
-from nvrx_slurm.health.config import why_untrusted
+from nvrx_slurm.health.trust import why_untrusted
 from nvrx_slurm.whole_file import replace_file, replace_link
 
 SCRIPT = "50-nvrx-health"

@@ -58,6 +58,12 @@ def test_thresholds_are_read() -> None:
     assert config.of(CHECKS["mounts"]).expected == {"/s": "lustre"}  # type: ignore[attr-defined]
 
 
+# Each list holds the one before ten times: written out it would be ten billion words.
+_BOMB = "\n".join(
+    ["budget_s:", "  - &a0 [x, x]", *(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))]
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -77,6 +83,10 @@ def test_thresholds_are_read() -> None:
         ("state_dir: here", "state_dir: 'here': accepted: an absolute path"),
         ("- a", "health.yaml: a mapping is needed"),
         ("a: [", "health.yaml: not YAML"),
+        ("checks: {memory: off}\nchecks: {}", "health.yaml: not YAML: checks is there twice, line 2"),
+        ("checks:\n  edac: off\n  edac: {}", "not YAML: edac is there twice, line 3"),
+        (f"checks: {'[' * 300}", "health.yaml: not YAML"),
+        (_BOMB, "budget_s: [['x', 'x'"),
         ("a: !!python/object/apply:os.system [x]", "health.yaml: not YAML"),
     ],
 )
@@ -103,6 +113,32 @@ def test_root_obeys_no_file_that_others_can_write(tmp_path: Path) -> None:
     os.chown(file, 12345, 0)
     with pytest.raises(ConfigError, match="it belongs to user 12345"):
         load_config(file, CHECKS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone is careful")
+def test_root_obeys_no_file_whose_directory_others_can_write(tmp_path: Path) -> None:
+    directory = tmp_path / "nvrx"
+    directory.mkdir()
+    (directory / "health.yaml").write_text("")
+    (tmp_path / "link.yaml").symlink_to("nvrx/health.yaml")
+    for owner, mode in ((12345, 0o755), (0, 0o775)):
+        os.chown(directory, owner, 0)
+        directory.chmod(mode)
+        for path in (directory / "health.yaml", tmp_path / "link.yaml"):
+            with pytest.raises(ConfigError, match=r"not used: of its directory .*nvrx, "):
+                load_config(path, CHECKS)
+    directory.chmod(0o1777)
+    assert load_config(tmp_path / "link.yaml", CHECKS) == HealthConfig()
+
+
+def test_what_is_no_file_of_a_bearable_size_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    huge = tmp_path / "huge"
+    huge.touch(0o600)
+    os.truncate(huge, 1 << 40)
+    for path, why in (("/dev/zero", "no file"), (tmp_path / "fifo", "no file"), (huge, "accepted: 1 MiB")):
+        with pytest.raises(ConfigError, match=f"cannot be read: .*{why}"):
+            load_config(Path(path), CHECKS)
 
 
 def test_a_stage_runs_its_checks_and_none_that_is_off() -> None:

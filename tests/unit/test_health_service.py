@@ -189,6 +189,18 @@ def test_the_exit_code_of_a_script_is_its_verdict_and_its_first_line_the_reason(
     ]
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["if then", "grep x /nowhere || exit", "exit 2", "echo only here >&2; exit 2"],
+    ids=["syntax error", "grep", "silent", "stderr"],
+)
+def test_a_script_that_is_broken_itself_fails_no_node(node: Node, body: str) -> None:
+    """sh ends with 2 when it can't read its script, and grep when it can't read its file."""
+    add_script(node, "10-broken", body)
+    ((what, _, why),) = told("site-scripts", node)
+    assert (what, why.startswith("exit code 2 without a reason on standard output: ")) == ("warn", True)
+
+
 def test_a_script_is_told_stage_and_job_and_nothing_of_the_users_environment(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,14 +10,16 @@ from typing import Annotated
 
 import msgspec
 
-from nvrx_slurm.health.config import why_untrusted
 from nvrx_slurm.health.isolation import Answer, call_isolated
 from nvrx_slurm.health.node import Node
 from nvrx_slurm.health.registry import Need, Settings, check
 from nvrx_slurm.health.result import CheckResult, fail, ok, skip, warn
 from nvrx_slurm.health.stage import EVERY_STAGE
+from nvrx_slurm.health.trust import why_untrusted
 from nvrx_slurm.health.unavailable import UnavailableError
 
+_FAIL = 2
+"""Also of shells that can't read a script, of programs that are called wrongly: it needs a reason, too."""
 _REMEDY = "what the script's author says"
 _NO_SCRIPTS = (".", "#", "_")
 _NO_ENDINGS = ("~", ".bak", ".orig", ".rpmsave", ".rpmnew", ".dpkg-old", ".dpkg-new", ".md", ".txt")
@@ -45,7 +47,8 @@ def site_scripts(node: Node, settings: SiteScriptsSettings) -> list[CheckResult]
     """The site's own scripts have nothing to complain about.
 
     Runs every executable file of the directory, all at the same time. Exit code 0: ok, 1: warn, 2: fail,
-    3: skip; the first line that it prints is the reason. Anything else, a time-out too, is a warn. NVRX_STAGE
+    3: skip; the first line that it prints is the reason. A fail needs one on standard output: a shell that
+    can't read a script ends with 2 as well. Anything else, a time-out too, is a warn. NVRX_STAGE
     in their environment tells the stage, SLURM_JOB_ID the job, SLURMD_NODENAME the node; NVRX_ACCUSED is 1 in
     the epilog of a job that has blamed the node. Root runs only what belongs to root and nobody else can
     write.
@@ -106,6 +109,8 @@ def _call(node: Node, path: Path, timeout_s: float) -> Callable[[], object]:
             done = node.programs.run([str(path)], timeout_s, environ)
         except UnavailableError as error:
             return Ended(trouble=error.why)
+        if done.code == _FAIL and not done.output:
+            return Ended(trouble=f"exit code 2 without a reason on standard output: {done.errors[:120]}")
         return Ended(done.code, (done.output or done.errors).partition("\n")[0].strip()[:160])
 
     return run
