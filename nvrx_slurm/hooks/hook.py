@@ -27,8 +27,8 @@ from nvrx_slurm.slurm.administration import NodeAdmin
 from nvrx_slurm.slurm.client import SlurmRefusedError, SlurmUnavailableError
 
 _PATIENCE = 5
-SLURM_S = 15.0
-"""Of a hook's time, what is kept for Slurm's answers and for cleaning up."""
+SLURM_S = 20.0
+"""Of a hook's time, what is kept for Slurm: six questions at most, and the second look at the brake."""
 
 
 class ExitCode(enum.IntEnum):

@@ -65,9 +65,9 @@ def install(prefix: Path, command: Path, limit_s: int, *, dry_run: bool = False)
     prefix, command = _usable(prefix), command.resolve()
     if not (command.is_file() and os.access(command, os.X_OK)):
         raise InstallError(f"{command}: this is not a command that slurmd could run")
-    if limit_s < 20:
+    if limit_s < 25:
         raise InstallError(
-            f"--limit {limit_s}s: accepted: 20s and more, 15s of it are kept for Slurm's answers"
+            f"--limit {limit_s}s: accepted: 25s and more, 20s of it are kept for Slurm's answers"
         )
     with _told_as_install_error():
         steps = [*_warnings(command), *_install_hooks(prefix, limit_s, dry_run=dry_run)]

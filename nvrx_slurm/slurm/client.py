@@ -348,19 +348,24 @@ def full_job_id(fields: Mapping[str, str]) -> str:
 def exact_job_id(text: str, job_id: str) -> str:
     """Read ``scontrol -o show job``; return the id that means ``job_id`` and no other task of its array.
 
+    Of whatever a job's name makes of the text, nothing leads to another job than this.
+
     Raises:
         UnknownJobError: the text does not hold the job.
     """
-    return full_job_id(_job_fields(text, job_id))
+    fields = _job_fields(text, job_id)
+    return full_job_id(fields) if fields.get("ArrayJobId") == job_id else job_id
 
 
 def _job_fields(text: str, job_id: str) -> dict[str, str]:
     # Asked about the first task of a job array, or the leader of a heterogeneous job, Slurm tells of all.
-    line = next((line for line in text.splitlines() if line.startswith(f"JobId={job_id} ")), None)
-    if line is None:
+    jobs = re.split(r"^(?=JobId=\d+ )", text, flags=re.M)
+    told = next((told for told in jobs if told.startswith(f"JobId={job_id} ")), None)
+    if told is None:
         raise UnknownJobError(f"Slurm does not know job {job_id}")
-    # The name may hold anything, also what looks like fields; it is the only free text before what we need.
-    return parse_fields(_JOB_NAME.sub(" ", line, count=1))
+    # The name may hold anything, new lines and what looks like fields, too; it is the only free text before
+    # what we need.
+    return parse_fields(_JOB_NAME.sub(" ", told.replace("\n", " "), count=1))
 
 
 def parse_job(text: str, job_id: str) -> Job:

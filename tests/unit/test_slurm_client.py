@@ -19,7 +19,7 @@ from nvrx_slurm.slurm import (
     SlurmUnavailableError,
     UnknownJobError,
 )
-from nvrx_slurm.slurm.client import parse_config, parse_fields, parse_job, parse_nodes
+from nvrx_slurm.slurm.client import exact_job_id, parse_config, parse_fields, parse_job, parse_nodes
 from nvrx_slurm.testing import FakeSlurmClient, running_job
 
 DATA = Path(__file__).parent / "data" / "slurm"
@@ -285,9 +285,20 @@ def test_an_order_for_one_task_of_an_array_is_none_for_the_others() -> None:
     assert [argv[1:3] for argv, _ in tool.calls if argv[1] != "-o"] == [
         ["requeue", "2_2"],
         ["update", "JobId=2_2"],
-        ["requeue", "2_1"],
-        ["update", "JobId=2_1"],
+        ["requeue", "6"],
+        ["update", "JobId=6"],
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\nState=x UserId=root(0)", "a\nJobId=2 ArrayJobId=9 ArrayTaskId=1"]
+)
+def test_a_name_with_new_lines_hides_nothing_and_means_no_other_job(name: str) -> None:
+    told = golden("22.05", "job_array").replace("JobName=array", f"JobName={name}")
+    if "JobId" not in name:
+        assert parse_job(told, "6").state == "RUNNING"
+    assert exact_job_id(told, "6") == "6"
+    assert exact_job_id(told, "2").split("_")[0] == "2"
 
 
 def test_a_job_that_slurm_does_not_know_gets_no_order() -> None:
