@@ -22,6 +22,7 @@ from nvrx_slurm.journal import (
     HealthChecked,
     HealthDisbelieved,
     JobEnded,
+    JobSlowed,
     JobStarted,
     NodeExcluded,
     NodeGivenUp,
@@ -33,6 +34,7 @@ from nvrx_slurm.journal import (
     Requeued,
     RestartDelayed,
     StopRequested,
+    StragglerKept,
     StragglerReport,
     TimeoutsCalculated,
     TopologyIgnored,
@@ -66,6 +68,7 @@ from nvrx_slurm.report.words import (
     say_fault,
     say_gpu_memory,
     say_health,
+    say_slowed,
     say_straggler,
     say_traces,
     what_happened,
@@ -206,6 +209,11 @@ class _Teller:
                 # Once a cycle: it is reported for as long as it lasts.
                 self._told_slow[id(notes)].add((event.rank, event.section))
                 yield MomentKind.STRAGGLER, say_straggler(event)
+            case JobSlowed() as event if (-1, event.section) not in self._told_slow[id(notes)]:
+                self._told_slow[id(notes)].add((-1, event.section))
+                yield MomentKind.STRAGGLER, say_slowed(event)
+            case StragglerKept(node=node, why=why):
+                yield MomentKind.STRAGGLER, f"{clean(node)} is slow and stays: {clean(why)}"
             case FirstStep() if cycle.first_step_at == entry.at:
                 yield MomentKind.FIRST_STEP, self._first_step(cycle, self._before[id(notes)])
             case FaultDetected() as event:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, StragglerReport, TracesKept
+from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, JobSlowed, StragglerReport, TracesKept
 from nvrx_slurm.report.model import Attributed, Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
@@ -212,6 +212,13 @@ def say_straggler(event: StragglerReport) -> str:
     where = f"rank {event.rank} on {clean(event.node)}"
     seen = f"in {event.reports} of {event.of_reports} reports"
     return f"{where}: {clean(event.section)} takes {event.lost_ms:.3g} ms longer than elsewhere, {seen}"
+
+
+def say_slowed(event: JobSlowed) -> str:
+    """Say that all ranks have become slower."""
+    times = 1 / max(event.score, 1e-4)
+    seen = f"in {event.reports} of {event.of_reports} reports"
+    return f"all ranks: {clean(event.section)} takes {times:.2g} times as long as at its best, {seen}"
 
 
 def say_health(event: HealthChecked) -> str:

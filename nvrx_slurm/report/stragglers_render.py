@@ -1,0 +1,167 @@
+"""The view of slow ranks for people: a heat map of ranks over time, and tables; readable without colour."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from nvrx_slurm.report.stragglers import SLOW, RankHistory, Stragglers, buckets
+from nvrx_slurm.report.words import clean
+
+_MOST_LABEL = 22
+_FINE = 0.95
+_STYLES = ((0.5, "white on red"), (SLOW, "black on yellow"), (0.9, "black on green"), (_FINE, "green"))
+_ARROW = 0.03
+"""A trend that is less is none."""
+
+
+class HeatMap:
+    """A row of each rank, a column of each report or of several; as wide as its console.
+
+    A digit is the worst score in tenths: 5 for 0.5 to 0.6. A dot: 0.95 or more, or not among the worst.
+    """
+
+    def __init__(self, ranks: Sequence[RankHistory], reports: int) -> None:
+        self._ranks = ranks
+        self._reports = reports
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        labels = [f"rank {own.rank} {clean(own.node)}"[:_MOST_LABEL] for own in self._ranks]
+        width = max(map(len, labels), default=0) + 1
+        columns = buckets(self._reports, max(1, options.max_width - width))
+        for label, own in zip(labels, self._ranks, strict=True):
+            line = Text(label.ljust(width), no_wrap=True)
+            for column in columns:
+                line.append(*_cell(min((own.scores.get(report, 1.0) for report in column), default=1.0)))
+            yield line
+
+
+def _cell(score: float) -> tuple[str, str]:
+    if score >= _FINE:
+        return "·", "dim"
+    style = next((style for limit, style in _STYLES if score < limit), "")
+    return str(min(9, int(score * 10))), style
+
+
+def render(found: Stragglers, top: int) -> RenderableType:
+    """Return the whole view; ``top``: ranks and nodes that are shown."""
+    if not found.reports and not found.ranks:
+        return Text(
+            "no report on slow ranks in this journal: the script measures no sections "
+            "(nvrx_slurm.straggler), or has not reported yet"
+        )
+    shown = found.ranks[:top]
+    parts: list[RenderableType] = [Text(_headline(found), style="bold")]
+    if found.reports:
+        first, last = found.reports[0], found.reports[-1]
+        span = f"{_clock(first.at)} to {_clock(last.at)}, {len(found.reports)} reports"
+        parts += [
+            Text(),
+            Text(f"score of each rank, {span}; digits are tenths, · is 0.95 or more"),
+            HeatMap(shown, len(found.reports)),
+        ]
+    parts += [Text(), _worst(shown)]
+    if found.nodes:
+        parts += [Text(), _nodes(found, top)]
+    parts += [Text(f"• {line}") for line in _notes(found)]
+    hidden = len(found.ranks) - len(shown)
+    if hidden > 0:
+        parts.append(Text(f"• {hidden} more ranks: --top shows them", style="dim"))
+    return Group(*parts)
+
+
+def _headline(found: Stragglers) -> str:
+    named = [own for own in found.ranks if own.verdict is not None]
+    who = ", ".join(f"{own.rank} on {clean(own.node)}" for own in named[:4])
+    more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+    said = f"slow: rank {who}{more}" if named else "no rank is slow for good"
+    return f"job {clean(found.job)}: {said}"
+
+
+def _worst(ranks: Sequence[RankHistory]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    for title, right in (
+        ("rank", True),
+        ("node", False),
+        ("mean", True),
+        ("worst", True),
+        ("trend", True),
+        ("section", False),
+        ("lost ms", True),
+        ("sure", True),
+    ):
+        table.add_column(title, justify="right" if right else "left", overflow="ellipsis", no_wrap=True)
+    for own in ranks:
+        verdict = own.verdict
+        table.add_row(
+            Text(str(own.rank)),
+            Text(clean(own.node)),
+            Text(f"{own.mean:.2f}", style="red" if own.mean < SLOW else ""),
+            Text(f"{own.worst:.2f}"),
+            Text(_trend(own.trend)),
+            Text(clean(verdict.section if verdict else own.section)),
+            Text(f"{verdict.lost_ms:.3g}" if verdict else ""),
+            Text(f"{verdict.reports} of {verdict.of_reports}" if verdict else ""),
+        )
+    return table
+
+
+def _trend(change: float) -> str:
+    if abs(change) < _ARROW:
+        return "="
+    return f"{change:+.2f}"
+
+
+def _nodes(found: Stragglers, top: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    table.add_column("node")
+    table.add_column("mean", justify="right")
+    table.add_column("slow ranks", justify="right")
+    slow: dict[str, int] = {}
+    for own in found.ranks:
+        slow[own.node] = slow.get(own.node, 0) + (own.verdict is not None)
+    for node, mean in list(found.nodes.items())[:top]:
+        table.add_row(Text(clean(node)), Text(f"{mean:.2f}"), Text(str(slow.get(node, 0))))
+    return table
+
+
+def _notes(found: Stragglers) -> list[str]:
+    notes = []
+    for own in found.ranks:
+        verdict = own.verdict
+        if verdict is None:
+            continue
+        details = [verdict.gpu] if verdict.gpu else []
+        details += [f"{loss.kernel} loses {loss.lost_ms:.3g} ms" for loss in verdict.kernels]
+        details += verdict.context
+        if verdict.told_by is not None:
+            details.append(f"as rank {verdict.told_by} says")
+        if details:
+            notes.append(f"rank {own.rank}: {clean('; '.join(details))}")
+    notes += _slowed(found)
+    notes += [f"{_clock(at)} {clean(event.node)} stays: {clean(event.why)}" for at, event in found.kept]
+    notes += [f"{_clock(at)} {clean(node)} left: {clean(why)}" for at, node, why in found.excluded]
+    if found.reports and found.reports[-1].missing:
+        notes.append(f"{found.reports[-1].missing} ranks are not in the last report")
+    return notes
+
+
+def _slowed(found: Stragglers) -> list[str]:
+    """Say once of each section how much slower all ranks have been in it, and when."""
+    notes = []
+    for section in dict.fromkeys(event.section for _, event in found.slowed):
+        own = [(at, event) for at, event in found.slowed if event.section == section]
+        times = 1 / max(1e-4, min(event.score for _, event in own))
+        since, until = _clock(own[0][0]), _clock(own[-1][0])
+        when = since if since == until else f"{since} to {until}"
+        notes.append(f"{when} all ranks: {clean(section)} took up to {times:.2g} times its best")
+    return notes
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
