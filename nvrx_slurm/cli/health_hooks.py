@@ -32,7 +32,7 @@ _dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done,
 @click.command()
 @click.argument("stage", type=click.Choice(("prolog", "epilog", "periodic")))
 @click.option(
-    "--limit", type=Duration(), default=30.0, show_default="30s", help="Who runs this ends it then."
+    "--limit", type=Duration(), default="30s", show_default=True, help="Who runs this ends it then."
 )
 @config_option
 @state_option
@@ -81,7 +81,7 @@ def _admin(config: HealthConfig) -> ScontrolAdmin:
 @click.command("install-hooks")
 @_prefix_option
 @click.option(
-    "--limit", type=Duration(), default=30.0, show_default="30s", help="A prolog that takes longer is ended."
+    "--limit", type=Duration(), default="30s", show_default=True, help="A prolog that takes longer is ended."
 )
 @_dry_run
 def install_hooks(prefix: Path, limit: float, dry_run: bool) -> None:
@@ -176,6 +176,8 @@ def resume(
         resumption.require_ours()
         if name != node.host and not here:
             command = [str(Path(sys.argv[0]).absolute()), "resume", name, "--here"]
+            for option, path in (("--config", config_path), ("--state-dir", state_dir)):
+                command += [option, str(path.absolute())] if path else []
             return elsewhere(via, name, [*command, *(["--repaired"] if repaired else [])])
         resumption.run(repaired=repaired)
     except RefusedError as error:

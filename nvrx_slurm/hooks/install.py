@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
-from nvrx_slurm.health.trust import why_untrusted
+from nvrx_slurm.health.trust import why_untrusted, why_untrusted_directory
 from nvrx_slurm.whole_file import replace_file, replace_link
 
 SCRIPT = "50-nvrx-health"
@@ -70,14 +71,15 @@ def install(prefix: Path, command: Path, limit_s: int, *, dry_run: bool = False)
             f"--limit {limit_s}s: accepted: 25s and more, 20s of it are kept for Slurm's answers"
         )
     with _told_as_install_error():
-        steps = [*_warnings(command), *_install_hooks(prefix, limit_s, dry_run=dry_run)]
+        warnings = _warnings(command, prefix)
+        steps = _install_hooks(prefix, limit_s, dry_run=dry_run)
         steps += _link(prefix / "bin" / "nvrx-health", command, dry_run=dry_run)
         steps += _install_config(prefix, dry_run=dry_run)
         if not (prefix / "checks.d").exists():
             steps.append(f"make {prefix}/checks.d for the site's own checks")
             if not dry_run:
                 (prefix / "checks.d").mkdir(mode=0o755, parents=True)
-    return _as_if(steps, dry_run=dry_run)
+    return [*warnings, *_as_if(steps, dry_run=dry_run)]
 
 
 def uninstall(prefix: Path, *, dry_run: bool = False) -> list[str]:
@@ -157,12 +159,19 @@ def _write(path: Path, text: str, mode: int) -> None:
     replace_file(path, text.encode(), mode=mode)
 
 
-def _warnings(command: Path) -> list[str]:
-    """Root will run this."""
-    real = command.resolve()
-    for path in (real, real.parent):
-        if why := why_untrusted(path.stat()):
+def _warnings(command: Path, prefix: Path) -> list[str]:
+    """Root will run what is there."""
+    package = Path(__file__).resolve().parents[1]
+    for real in (command.resolve(), Path(sys.executable).resolve(), package):
+        why, path = why_untrusted(real.stat()), real
+        for directory in real.parents:
+            if not why:
+                why, path = why_untrusted_directory(directory), directory
+        if why:
             return [f"WARNING: {path}: {why}, and root will run it: install the package as root"]
+    for directory in (prefix, *prefix.parents):
+        if directory.exists() and (why := why_untrusted_directory(directory)):
+            return [f"WARNING: {directory}: {why}, and root will run the hooks: take another --prefix"]
     return []
 
 

@@ -21,6 +21,8 @@ from nvrx_slurm.slurm.administration import NodeAdmin
 from nvrx_slurm.slurm.client import SlurmRefusedError, SlurmUnavailableError
 
 _REMOTE_S = 180.0
+REFUSED = 3
+"""The exit code of a resume that leaves the node as it is."""
 
 
 class RefusedError(RuntimeError):
@@ -88,7 +90,7 @@ class Resumption:
                 self.say(line(result))
         self.say(summary(report))
         if report.status is Status.FAIL or strikes.pending(node.state):
-            hint = "" if repaired else "; --repaired forgets what was counted before a repair"
+            hint = "" if repaired else "; where that is an old count or log, and repaired, say --repaired"
             raise RefusedError(f"node {self.name} stays drained: something still fails{hint}")
         self._return()
         if not repaired and (why := remember_baseline(replace(node))):
@@ -105,16 +107,27 @@ class Resumption:
 
 
 def elsewhere(via: str, node: str, command: Sequence[str]) -> int:
-    """Run ``command`` on another node; return its exit code.
+    """Run our ``command`` on another node; return its exit code.
 
     Args:
         via: such as ``ssh``, with its options.
 
     Raises:
-        RefusedError: it can't be run, or takes too long.
+        RefusedError: it can't be run, takes too long, or ends with another code than ours: 0 or 3.
     """
-    argv = [*shlex.split(via), node, shlex.join(command)]
     try:
-        return subprocess.run(argv, timeout=_REMOTE_S, check=False, stdin=subprocess.DEVNULL).returncode
+        words = shlex.split(via)
+    except ValueError as error:
+        raise RefusedError(f"--via {via!r}: {error}") from error
+    if not words:
+        raise RefusedError("--via: a command is needed, such as ssh")
+    argv = [*words, node, shlex.join(command)]
+    try:
+        code = subprocess.run(argv, timeout=_REMOTE_S, check=False, stdin=subprocess.DEVNULL).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RefusedError(f"`{shlex.join(argv)}`: {error}") from error
+    if code not in (0, REFUSED):
+        raise RefusedError(
+            f"`{shlex.join(argv)}` ended with code {code}: node {node} was not looked at, or not to the end"
+        )
+    return code

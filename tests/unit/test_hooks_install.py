@@ -162,6 +162,22 @@ def test_a_command_that_others_can_change_is_warned_of(prefix: Path, command: Pa
     )
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_directories_where_others_can_exchange_what_root_runs_are_warned_of(
+    tmp_path: Path, prefix: Path, command: Path
+) -> None:
+    prefix.mkdir()
+    os.chown(prefix, 12345, 0)
+    warning, *done = install_module.install(prefix / "below", command, 30, dry_run=True)
+    assert warning.startswith(f"WARNING: {prefix}: it belongs to user 12345, and root will run the hooks")
+    assert all(step.startswith("would ") for step in done)
+    tmp_path.chmod(0o777)
+    warning = install_module.install(prefix, command, 30)[0]
+    assert warning.startswith(
+        f"WARNING: {tmp_path}: others than its owner can write it, and root will run it"
+    )
+
+
 def invoke(*words: object) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,20 @@ def test_on_another_node_the_same_is_run_there(tmp_path: Path) -> None:
     assert seen.read_text().splitlines() == ["-q", "n2", "/opt/nvrx-health resume n2"]
     with pytest.raises(RefusedError, match="No such file"):
         elsewhere(str(tmp_path / "nothing"), "n2", ["x"])
+
+
+@pytest.mark.parametrize(
+    ("via", "why"),
+    [
+        ("sh -c 'exit 255'", "ended with code 255: node n2 was not looked at"),
+        ("false", "ended with code 1: node n2 was not looked at"),
+        ('ssh "', "--via 'ssh \"': No closing quotation"),
+        ("", "--via: a command is needed"),
+    ],
+)
+def test_a_node_that_cannot_be_reached_stays_as_it_is(via: str, why: str) -> None:
+    with pytest.raises(RefusedError, match=re.escape(why)):
+        elsewhere(via, "n2", ["/opt/nvrx-health", "resume", "n2"])
 
 
 def test_the_checks_of_this_package_include_all_that_are_looked_at_deeper() -> None:
