@@ -15,8 +15,8 @@ stamp=$venv/.nvrx-setup
 policy_file=/usr/sbin/policy-rc.d
 systemd_mark=/run/systemd/system # exists where systemd runs
 # procps (ps, pkill): part of every installed Debian, but not of its container images. gcc and libc6-dev build the
-# simulated NVML of the test cluster.
-debian_packages=(slurm-wlm slurm-wlm-basic-plugins munge iproute2 procps gcc libc6-dev)
+# simulated NVML of the test cluster; g++, and python3-dev for Debian's Python, the extension of straggler detection.
+debian_packages=(slurm-wlm slurm-wlm-basic-plugins munge iproute2 procps gcc g++ libc6-dev python3-dev)
 debian_services=(munge slurmctld slurmd) # of the packages of the same names
 
 say() { echo "$program: $*"; }
@@ -199,9 +199,9 @@ print(os.path.realpath(sys.executable), sys.version.split()[0])' 2>/dev/null) &&
         echo "$python $venv"
 }
 
-# The stamp's second line: everything that decides what is installed.
+# The stamp's second line: everything that decides what is installed, the source of the extension included.
 wanted_packages() {
-    (cd "$clone" && cat setup.cfg setup.py pyproject.toml constraints.txt | sha256sum)
+    (cd "$clone" && cat setup.cfg setup.py pyproject.toml constraints.txt csrc/cupti/* | sha256sum)
 }
 
 venv_is_ready() {

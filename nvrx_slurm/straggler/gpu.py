@@ -1,4 +1,4 @@
-"""What a GPU does in sections, measured by CUDA events on the current stream."""
+"""What a GPU does in sections: kernel by kernel where CUPTI is at hand, else by CUDA events."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from nvrx_slurm.straggler import cupti
+from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity, profiler_is_on
 from nvrx_slurm.straggler.sections import MAX_SAMPLES, GpuTimes
 from nvrx_slurm.straggler.statistic import Statistic, summarize
 
@@ -25,7 +27,7 @@ class EventTimes:
         self._free: list[Any] = []
         self._pairs: deque[tuple[str, Any, Any]] = deque(maxlen=MAX_SAMPLES)
 
-    def begin(self) -> object:
+    def begin(self, section: str) -> object:
         event = self._event()
         event.record()
         return event
@@ -39,6 +41,8 @@ class EventTimes:
         self._pairs.append((f"section:{section}", begun, event))
 
     def summaries(self) -> dict[str, dict[Statistic, float]]:
+        if not self._pairs:
+            return {}
         torch.cuda.synchronize()
         samples: dict[str, list[float]] = {}
         for _ in range(len(self._pairs)):
@@ -46,6 +50,16 @@ class EventTimes:
             samples.setdefault(name, []).append(begun.elapsed_time(ended) * 1e3)
             self._free += (begun, ended)
         return {name: summary for name, times in samples.items() if (summary := summarize(times))}
+
+    @property
+    def uuid(self) -> str:
+        """Of the current GPU, as NVML writes it; empty if it can't be told."""
+        try:
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        except (RuntimeError, AssertionError):
+            return ""
+        uuid = getattr(properties, "uuid", None)
+        return f"GPU-{uuid}" if uuid is not None else ""
 
     def _event(self) -> Any:
         try:
@@ -59,5 +73,9 @@ def find_gpu_times() -> GpuTimes | None:
     if not torch.cuda.is_available():
         _log.info("no CUDA device: sections are timed on the CPU only")
         return None
-    _log.warning("kernels are not timed one by one: sections are timed by CUDA events")
-    return EventTimes()
+    events = EventTimes()
+    try:
+        return KernelTimes(open_activity(cupti.libraries()), events, profiler_is_on)
+    except NoKernelTimesError as error:
+        _log.warning("kernels are not timed one by one, and sections by CUDA events: %s", error)
+        return events

@@ -18,7 +18,7 @@ _SKIPPED: AbstractContextManager[None] = nullcontext()
 class GpuTimes(Protocol):
     """Where times of a GPU come from."""
 
-    def begin(self) -> object:
+    def begin(self, section: str) -> object:
         """A section begins; returns what :meth:`end` is to be given."""
         ...
 
@@ -27,7 +27,12 @@ class GpuTimes(Protocol):
         ...
 
     def summaries(self) -> dict[str, dict[Statistic, float]]:
-        """Return what was measured since the last call, in microseconds by name. Waits for the GPU."""
+        """Return what was measured since the last call, in microseconds by name."""
+        ...
+
+    @property
+    def uuid(self) -> str:
+        """Of this rank's GPU, as NVML writes it; empty if it can't be told."""
         ...
 
 
@@ -58,7 +63,7 @@ class _TimedWithGpu:
         self._begun: object = None
 
     def __enter__(self) -> None:
-        self._begun = self._gpu.begin()
+        self._begun = self._gpu.begin(self._name)
         self._cpu.__enter__()
 
     def __exit__(

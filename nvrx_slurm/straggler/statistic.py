@@ -15,10 +15,10 @@ class Statistic(enum.Enum):
     MIN = "MIN"
     MAX = "MAX"
     MED = "MED"
-    """The lower one of two in the middle."""
+    """The lower one of two in the middle; of kernels their mean, to 1 %."""
     AVG = "AVG"
     STD = "STD"
-    """Unbiased; NaN for one sample."""
+    """Unbiased, NaN for one sample; of kernels that of the samples themselves."""
     NUM = "NUM"
     """How many samples there are."""
 

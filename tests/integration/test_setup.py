@@ -21,7 +21,10 @@ TOOLS = (
     "bash sh basename cat chmod chown cp dirname env find flock getent grep head id mkdir mktemp readlink rm"
     " sed setpriv sha256sum stat tail tee test touch true"
 )
-ALL_PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "procps", "gcc", "libc6-dev")
+ALL_PACKAGES = (
+    *("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "procps"),
+    *("gcc", "g++", "libc6-dev", "python3-dev"),
+)
 
 FAKES = {
     "dpkg-query": """
@@ -82,6 +85,7 @@ class Machine:
         for folder in (self.clone, self.state / "installed", self.state / "fails", self.fakes):
             folder.mkdir(parents=True)
         shutil.copytree(REPOSITORY / "bin", self.clone / "bin", symlinks=True)
+        shutil.copytree(REPOSITORY / "csrc" / "cupti", self.clone / "csrc" / "cupti")
         for name in ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt"):
             shutil.copy(REPOSITORY / name, self.clone)
         self.driver = root / "nvrx-test"

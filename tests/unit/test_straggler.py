@@ -366,7 +366,9 @@ class FakeGpu:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def begin(self) -> object:
+    uuid = ""
+
+    def begin(self, section: str) -> object:
         return None
 
     def end(self, section: str, begun: object) -> None:

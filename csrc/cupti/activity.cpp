@@ -1,0 +1,149 @@
+#include "activity.h"
+
+#include <ctime>
+#include <stdexcept>
+
+namespace nvrx {
+
+namespace {
+
+Activity* the_one = nullptr;  // set before CUPTI knows of the callbacks
+std::mutex opening;
+
+class FromCupti final : public RecordSource {
+public:
+    explicit FromCupti(const Library& library) : library_(library) {}
+
+    const abi::Record* next(std::uint8_t* buffer, std::size_t size, const abi::Record* previous) const override {
+        const abi::Record* record = previous;
+        return library_.next_record(buffer, size, &record) == abi::kSuccess ? record : nullptr;
+    }
+
+    std::uint64_t dropped() const override {
+        std::size_t count = 0;
+        return library_.dropped_records(nullptr, 0, &count) == abi::kSuccess ? count : 0;
+    }
+
+private:
+    const Library& library_;
+};
+
+void request_buffer(std::uint8_t** buffer, std::size_t* size, std::size_t* max_records) {
+    *max_records = 0;
+    *buffer = the_one->collector().request(*size);
+}
+
+void buffer_complete(void*, std::uint32_t, std::uint8_t* buffer, std::size_t, std::size_t valid) {
+    the_one->collector().complete(buffer, valid);
+}
+
+// A profiler that ran before may have left a clock of its own, which need not count nanoseconds.
+std::uint64_t nanoseconds() {
+    timespec time{};
+    clock_gettime(CLOCK_REALTIME, &time);
+    return static_cast<std::uint64_t>(time.tv_sec) * 1000000000u + static_cast<std::uint64_t>(time.tv_nsec);
+}
+
+void no_callback() {}
+
+}  // namespace
+
+Activity& Activity::open(const std::string& path) {
+    const std::lock_guard lock(opening);
+    if (the_one == nullptr) the_one = new Activity(path);
+    return *the_one;
+}
+
+Activity::Activity(const std::string& path)
+    : library_(path), collector_(std::make_unique<Collector>(std::make_unique<FromCupti>(library_))) {}
+
+void Activity::attach() {
+    const std::lock_guard lock(mutex_);
+    if (!probed_) {
+        // There can be one subscriber. To have been one for a moment tells whether somebody else is.
+        void* subscriber = nullptr;
+        const int result = library_.subscribe(&subscriber, reinterpret_cast<void*>(no_callback), nullptr);
+        if (result == abi::kMultipleSubscribers) {
+            throw std::runtime_error("a profiler holds CUPTI in this process");
+        }
+        library_.check(result, "cuptiSubscribe");
+        library_.check(library_.unsubscribe(subscriber), "cuptiUnsubscribe");
+        probed_ = true;
+    }
+    library_.check(library_.register_callbacks(request_buffer, buffer_complete), "cuptiActivityRegisterCallbacks");
+    if (library_.register_timestamp != nullptr) {
+        library_.check(library_.register_timestamp(nanoseconds), "cuptiActivityRegisterTimestampCallback");
+    }
+    if (was_attached_) {
+        // A buffer that was ours goes on being filled while another tool records, by its clock.
+        collector_->discard(true);
+        library_.flush_all(0);
+        collector_->discard(false);
+    }
+    was_attached_ = true;
+    is_on_ = false;
+    switch_on();  // so that what is wrong shows now
+    switch_off();
+}
+
+std::uint64_t Activity::enter(std::uint16_t section) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!is_on_) switch_on();
+        ++inside_;
+    }
+    library_.push_external(abi::kExternalKind, section);
+    return collector_->sections().open(section, now());
+}
+
+void Activity::leave(std::uint64_t entered, bool is_ours) {
+    collector_->sections().close(entered, now());
+    library_.pop_external(abi::kExternalKind, nullptr);
+    const std::lock_guard lock(mutex_);
+    if (inside_ > 0) --inside_;
+    if (!is_ours) {
+        is_on_ = false;
+    } else if (inside_ == 0 && is_on_) {
+        switch_off();
+    }
+}
+
+bool Activity::flush(std::chrono::milliseconds patience) {
+    library_.check(library_.flush_all(0), "cuptiActivityFlushAll");
+    return collector_->drain(patience);
+}
+
+void Activity::switch_on() {
+    library_.check(library_.enable(abi::kKindExternalCorrelation), "cuptiActivityEnable(EXTERNAL_CORRELATION)");
+    if (library_.enable_runtime_call != nullptr && library_.enable_driver_call != nullptr) {
+        // Not every version knows every call.
+        for (const std::uint32_t call : abi::kRuntimeLaunches) library_.enable_runtime_call(call, 1);
+        for (const std::uint32_t call : abi::kDriverLaunches) library_.enable_driver_call(call, 1);
+    } else {
+        library_.check(library_.enable(abi::kKindRuntime), "cuptiActivityEnable(RUNTIME)");
+        library_.check(library_.enable(abi::kKindDriver), "cuptiActivityEnable(DRIVER)");
+    }
+    library_.check(library_.enable(abi::kKindConcurrentKernel), "cuptiActivityEnable(CONCURRENT_KERNEL)");
+    is_on_ = true;
+}
+
+void Activity::switch_off() {
+    library_.disable(abi::kKindConcurrentKernel);
+    if (library_.enable_runtime_call != nullptr && library_.enable_driver_call != nullptr) {
+        for (const std::uint32_t call : abi::kRuntimeLaunches) library_.enable_runtime_call(call, 0);
+        for (const std::uint32_t call : abi::kDriverLaunches) library_.enable_driver_call(call, 0);
+    } else {
+        library_.disable(abi::kKindRuntime);
+        library_.disable(abi::kKindDriver);
+    }
+    library_.disable(abi::kKindExternalCorrelation);
+    is_on_ = false;
+}
+
+std::uint64_t Activity::now() const {
+    std::uint64_t time = 0;
+    library_.get_timestamp(&time);
+    return time;
+}
+
+}  // namespace nvrx

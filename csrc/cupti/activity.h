@@ -1,0 +1,49 @@
+// Kernels as CUPTI's activity interface reports them: the record source on a GPU.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "collector.h"
+#include "library.h"
+
+namespace nvrx {
+
+// CUPTI has one set of callbacks per process, so there is one of these. It is never destroyed: buffers may come at any
+// time, and cuptiFinalize, which takes CUPTI away from everybody in the process, is never called.
+class Activity {
+public:
+    // Opens the library at `path`, or returns what is open already. Throws std::runtime_error.
+    static Activity& open(const std::string& path);
+
+    // Makes CUPTI ours: at the beginning, and again after another tool has had it. Throws std::runtime_error, such as
+    // when a profiler holds it.
+    void attach();
+    // The first `enter` has CUPTI record kernels, the last `leave` ends that. Both on the thread of the section.
+    // Return a number that `leave` is to be given.
+    std::uint64_t enter(std::uint16_t section);
+    // With `is_ours` false another tool has taken CUPTI meanwhile: nothing is switched off.
+    void leave(std::uint64_t entered, bool is_ours);
+    // Asks for the records of all kernels that have ended, and waits for their statistics; false if that takes longer.
+    bool flush(std::chrono::milliseconds patience);
+
+    Collector& collector() { return *collector_; }
+    const Library& library() const { return library_; }
+
+private:
+    explicit Activity(const std::string& path);
+    void switch_on();
+    void switch_off();
+    std::uint64_t now() const;
+
+    const Library library_;
+    std::unique_ptr<Collector> collector_;
+    std::mutex mutex_;
+    bool probed_ = false, was_attached_ = false;
+    int inside_ = 0;
+    bool is_on_ = false;
+};
+
+}  // namespace nvrx

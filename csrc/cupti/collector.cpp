@@ -1,0 +1,115 @@
+#include "collector.h"
+
+namespace nvrx {
+
+Collector::Collector(std::unique_ptr<RecordSource> source, std::size_t buffer_bytes, std::size_t most_buffers)
+    : source_(std::move(source)),
+      buffer_bytes_(buffer_bytes / sizeof(Aligned) * sizeof(Aligned)),
+      most_buffers_(most_buffers),
+      aggregator_(sections_),
+      reader_([this] { read(); }) {}
+
+Collector::~Collector() {
+    {
+        const std::lock_guard lock(mutex_);
+        ends_ = true;
+    }
+    filled_.notify_one();
+    reader_.join();
+}
+
+std::uint8_t* Collector::request(std::size_t& size) {
+    const std::lock_guard lock(mutex_);
+    size = buffer_bytes_;
+    if (!free_.empty()) {
+        std::uint8_t* buffer = free_.back();
+        free_.pop_back();
+        return buffer;
+    }
+    if (made_.size() >= most_buffers_) {
+        ++buffers_.refused;
+        size = 0;
+        return nullptr;
+    }
+    auto memory = std::unique_ptr<Aligned[]>(new Aligned[buffer_bytes_ / sizeof(Aligned)]);
+    auto* buffer = reinterpret_cast<std::uint8_t*>(memory.get());
+    made_.emplace(buffer, std::move(memory));
+    ++buffers_.made;
+    return buffer;
+}
+
+void Collector::complete(std::uint8_t* buffer, std::size_t valid) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (made_.find(buffer) == made_.end()) {
+            ++buffers_.foreign;
+            return;
+        }
+        if (discards_) {
+            ++buffers_.discarded;
+            free_.push_back(buffer);
+            return;
+        }
+        queue_.push_back({buffer, valid < buffer_bytes_ ? valid : buffer_bytes_});
+        ++handed_over_;
+    }
+    filled_.notify_one();
+}
+
+void Collector::discard(bool whether) {
+    const std::lock_guard lock(mutex_);
+    discards_ = whether;
+}
+
+bool Collector::drain(std::chrono::milliseconds patience) {
+    std::unique_lock lock(mutex_);
+    const std::uint64_t until = handed_over_;
+    return read_.wait_for(lock, patience, [&] { return done_ >= until; });
+}
+
+std::vector<KernelTimes> Collector::take() {
+    const std::lock_guard lock(aggregating_);
+    return aggregator_.take();
+}
+
+Counts Collector::counts() const {
+    const std::lock_guard lock(aggregating_);
+    return aggregator_.counts();
+}
+
+std::size_t Collector::sketches() const {
+    const std::lock_guard lock(aggregating_);
+    return aggregator_.sketches();
+}
+
+Buffers Collector::buffers() const {
+    const std::lock_guard lock(mutex_);
+    return buffers_;
+}
+
+void Collector::read() {
+    for (;;) {
+        Filled filled;
+        {
+            std::unique_lock lock(mutex_);
+            filled_.wait(lock, [&] { return ends_ || !queue_.empty(); });
+            if (queue_.empty()) return;
+            filled = queue_.front();
+            queue_.pop_front();
+        }
+        {
+            const std::lock_guard lock(aggregating_);
+            read_records(*source_, filled.buffer, filled.valid, aggregator_);
+        }
+        const std::uint64_t dropped = source_->dropped();
+        {
+            const std::lock_guard lock(mutex_);
+            buffers_.dropped += dropped;
+            free_.push_back(filled.buffer);
+            ++done_;
+        }
+        read_.notify_all();
+    }
+}
+
+}  // namespace nvrx

@@ -1,0 +1,226 @@
+"""Times of single GPU kernels, which CUPTI reports to ``csrc/cupti`` (the module ``_cupti``).
+
+A kernel belongs to the section in which it was launched, whatever thread launched it: the backward pass of
+autograd runs on threads of its own. Kernels are known by their mangled name, without block and grid, whose
+number has no bound with changing shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from nvrx_slurm.straggler.arrival import COLLECTIVE_KERNEL
+from nvrx_slurm.straggler.sections import GpuTimes
+from nvrx_slurm.straggler.statistic import Statistic, Summary
+
+if TYPE_CHECKING:
+    from nvrx_slurm.straggler._cupti import Activity, Times
+    from nvrx_slurm.straggler._cupti import KernelTimes as Kernel
+
+_log = logging.getLogger(__name__)
+_MOST_SECTIONS = 0xFFFF
+_PATIENCE_MS = 1000
+"""A report waits no longer for the thread that reads records; what is read later is in the next one."""
+
+
+class NoKernelTimesError(RuntimeError):
+    """Kernels can't be timed one by one here."""
+
+
+def summary(times: Times) -> dict[Statistic, float]:
+    """Return the statistics of a kernel, in microseconds."""
+    return {
+        Statistic.MIN: times.min_us,
+        Statistic.MAX: times.max_us,
+        Statistic.MED: times.median_us,
+        Statistic.AVG: times.mean_us,
+        Statistic.STD: times.deviation_us,
+        Statistic.NUM: float(times.count),
+    }
+
+
+@dataclass(frozen=True)
+class _ByFallback:
+    token: object
+
+
+class KernelTimes:
+    """Has CUPTI time the kernels that are launched in sections.
+
+    While torch.profiler runs CUPTI is left to it, and sections are timed by ``fallback``, which is said once.
+
+    Args:
+        activity: ``_cupti.Activity``, attached.
+        fallback: times sections as a whole.
+        profiler_is_on: tells whether torch.profiler has CUPTI.
+    """
+
+    _numbers: ClassVar[dict[str, int]] = {}
+    """Of sections, for all detectors of this process: it has one CUPTI."""
+
+    def __init__(self, activity: Activity, fallback: GpuTimes, profiler_is_on: Callable[[], bool]) -> None:
+        self._activity = activity
+        self._fallback = fallback
+        self._profiler_is_on = profiler_is_on
+        self._is_ours = True
+        self._has_said = False
+        self._lost = 0
+        self._coarse_said = False
+        self._by_section: dict[str, dict[str, Summary]] = {}
+        # What is left of a detector before this one.
+        activity.take()
+
+    def begin(self, section: str) -> object:
+        entered = self._enter(section)
+        if entered is None:
+            return _ByFallback(self._fallback.begin(section))
+        return entered
+
+    def end(self, section: str, begun: object) -> None:
+        if isinstance(begun, _ByFallback):
+            self._fallback.end(section, begun.token)
+            return
+        assert isinstance(begun, int)
+        if self._is_ours and self._profiler_is_on():
+            self._leave_to_profiler()
+        self._activity.leave(begun, self._is_ours)
+
+    def summaries(self) -> dict[str, dict[Statistic, float]]:
+        """Return what has ended and was read by now; the GPU is not waited for."""
+        if self._is_ours and not self._profiler_is_on():
+            try:
+                if not self._activity.flush(_PATIENCE_MS):
+                    _log.info("records of kernels are still being read: they count in the next report")
+            except RuntimeError as error:
+                self._say_left(str(error))
+        kernels = self._activity.take()
+        self._by_section = self._sorted_by_section(kernels)
+        self._say_what_is_lost(kernels)
+        return {kernel.name: summary(kernel.times) for kernel in kernels} | self._fallback.summaries()
+
+    def section_kernels(self) -> Mapping[str, Mapping[str, Summary]]:
+        """Return the kernels of each section in the period of the last :meth:`summaries`."""
+        return self._by_section
+
+    def section_of(self) -> Mapping[str, str]:
+        """Return the section in which each kernel spent most time in that period."""
+        most: dict[str, tuple[float, str]] = {}
+        for section, kernels in self._by_section.items():
+            for name, times in kernels.items():
+                spent = times[Statistic.AVG] * times[Statistic.NUM]
+                if name not in most or spent > most[name][0]:
+                    most[name] = spent, section
+        return {name: section for name, (_, section) in most.items()}
+
+    def collective_us(self) -> float:
+        """Return the mean time of a NCCL kernel in that period, NaN without one; see :mod:`.arrival`."""
+        waits = [
+            times
+            for kernels in self._by_section.values()
+            for name, times in kernels.items()
+            if COLLECTIVE_KERNEL in name
+        ]
+        count = sum(times[Statistic.NUM] for times in waits)
+        total = sum(times[Statistic.NUM] * times[Statistic.AVG] for times in waits)
+        return total / count if count else math.nan
+
+    def record_counts(self) -> dict[str, int]:
+        """Return what became of CUPTI's records since the start: ``kernels``, ``dropped`` and others."""
+        return self._activity.counts()
+
+    @property
+    def uuid(self) -> str:
+        """Of the current GPU, as NVML writes it; empty if it can't be told."""
+        return self._fallback.uuid
+
+    def _enter(self, section: str) -> int | None:
+        """Enter a section with CUPTI; None if another tool has it, or it does not record."""
+        if self._profiler_is_on():
+            self._leave_to_profiler()
+            return None
+        number = self._numbers.get(section)
+        if number is None:
+            number = self._numbers.setdefault(section, len(self._numbers) + 1)
+        try:
+            if not self._is_ours:
+                # The profiler has put its own callbacks in place of ours.
+                self._activity.attach()
+                self._is_ours = True
+            return self._activity.enter(number if number <= _MOST_SECTIONS else 0)
+        except RuntimeError as error:
+            self._is_ours = False
+            self._say_left(str(error))
+            return None
+
+    def _sorted_by_section(self, kernels: Sequence[Kernel]) -> dict[str, dict[str, Summary]]:
+        names = {number: name for name, number in self._numbers.items()}
+        found: dict[str, dict[str, Summary]] = {}
+        for kernel in kernels:
+            for number, times in kernel.sections:
+                found.setdefault(names[number], {})[kernel.name] = summary(times)
+        return found
+
+    def _leave_to_profiler(self) -> None:
+        self._is_ours = False
+        self._say_left("torch.profiler uses CUPTI")
+
+    def _say_left(self, why: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            _log.warning("%s: meanwhile sections are timed by CUDA events, not kernels one by one", why)
+
+    def _say_what_is_lost(self, kernels: Sequence[Kernel]) -> None:
+        counts = self.record_counts()
+        lost = counts["dropped"]
+        if lost > self._lost:
+            _log.warning(
+                "CUPTI dropped %d records of kernels in this period (%d requests for a buffer refused)",
+                lost - self._lost,
+                counts["buffers_refused"],
+            )
+            self._lost = lost
+        coarse = [kernel.name for kernel in kernels if kernel.times.coarse]
+        if coarse and not self._coarse_said:
+            self._coarse_said = True
+            _log.info(
+                "times of %d kernels vary too much for a median to 1 %%, first %s", len(coarse), coarse[0]
+            )
+
+
+def profiler_is_on() -> bool:
+    """Tell whether torch.profiler, or torch.autograd.profiler, runs on this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def open_activity(paths: Iterable[str]) -> Activity:
+    """Return CUPTI's activity source from the first library that works, attached.
+
+    Raises:
+        NoKernelTimesError: with the reason.
+    """
+    try:
+        from nvrx_slurm.straggler import _cupti
+    except ImportError as error:
+        raise NoKernelTimesError(
+            f"the extension is not built ({error}): installing it needs a C++ compiler and Python's headers"
+        ) from error
+    why = "libcupti is neither in torch's packages nor in the CUDA toolkit"
+    for path in paths:
+        try:
+            activity = _cupti.Activity.open(path)
+        except RuntimeError as error:
+            # The last ones are only names: what a file said is more to the point.
+            why = str(error) if "/" in path else why
+            continue
+        try:
+            activity.attach()
+        except RuntimeError as error:
+            raise NoKernelTimesError(f"{activity.path}: {error}") from error
+        return activity
+    raise NoKernelTimesError(why)

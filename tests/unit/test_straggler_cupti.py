@@ -1,0 +1,307 @@
+"""From the detector to the report through the real loader, with a simulated libcupti in the GPU's place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvrx_slurm.straggler import CallableId, Detector, Report, Statistic, cupti
+from nvrx_slurm.straggler.arrival import lateness
+from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity
+from tests.unit.kernel_records import SimulatedCupti, extension
+
+GRAPH_LAUNCH, DRIVER_LAUNCH = 311, -652
+
+
+class Fallback:
+    """Stands for CUDA events."""
+
+    uuid = "GPU-7"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def begin(self, section: str) -> object:
+        return section
+
+    def end(self, section: str, begun: object) -> None:
+        self.seen.append(section)
+
+    def summaries(self) -> dict[str, dict[Statistic, float]]:
+        return {}
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCupti]:
+    activity_class = extension().Activity
+    sim = SimulatedCupti()
+    activity = activity_class.open(str(sim.path))
+    if activity.path != str(sim.path):
+        pytest.skip("this process has the real libcupti open")
+    monkeypatch.setenv("CUDA_HOME", str(sim.path.parent.parent))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield sim
+    Detector.shutdown()
+    for call in (
+        "cuptiSubscribe",
+        "cuptiActivityEnable",
+        "cuptiActivityRegisterCallbacks",
+        "cuptiActivityFlushAll",
+    ):
+        sim.set(f"fail:{call}", 0)
+    activity.attach()
+
+
+def report() -> Report:
+    made = Detector.generate_report()
+    assert made is not None
+    return made
+
+
+def test_kernels_travel_from_the_launch_to_the_report(simulated: SimulatedCupti) -> None:
+    Detector.initialize()
+    for _ in range(100):
+        with Detector.detection_section("forward"):
+            simulated.launch("gemm", 50_000)
+            simulated.launch("gemm", 70_000, call=DRIVER_LAUNCH)
+        with Detector.detection_section("step"):
+            simulated.launch("adam", 9_000, kernels=3, call=GRAPH_LAUNCH)
+    simulated.launch("elsewhere", 1_000)
+    found = report()
+    assert found.local_kernel_summaries.keys() == {"gemm", "adam"}, "outside of sections nothing is recorded"
+    gemm = found.local_kernel_summaries["gemm"]
+    assert (gemm[Statistic.NUM], gemm[Statistic.MIN], gemm[Statistic.MAX]) == (200, 50.0, 70.0)
+    assert gemm[Statistic.AVG] == pytest.approx(60)
+    assert gemm[Statistic.STD] == pytest.approx(10)
+    assert gemm[Statistic.MED] == pytest.approx(60, rel=0.01)
+    assert found.local_kernel_summaries["adam"][Statistic.NUM] == 300
+    assert found.gpu_individual_perf_scores == found.gpu_relative_perf_scores == {0: 1.0}
+
+
+def test_a_gpu_that_becomes_slower_scores_less(simulated: SimulatedCupti) -> None:
+    Detector.initialize()
+    scores = []
+    for ns in (10_000, 12_500, 20_000):
+        with Detector.detection_section("step"):
+            simulated.launch("k", ns)
+            simulated.launch("ncclDevKernel_AllReduce", 1_000_000 - ns)
+        scores.append(report().gpu_individual_perf_scores[0])
+    assert scores == [1.0, pytest.approx(0.8, rel=0.02), pytest.approx(0.5, rel=0.02)]
+
+
+def test_one_in_so_many_entries_records_kernels(simulated: SimulatedCupti) -> None:
+    Detector.initialize(profiling_interval=2)
+    for _ in range(10):
+        with Detector.detection_section("step"):
+            simulated.launch("k", 1_000)
+        with Detector.detection_section("quiet", profile_cuda=False):
+            simulated.launch("other", 1_000)
+    found = report().local_kernel_summaries
+    assert {name: times[Statistic.NUM] for name, times in found.items()} == {"k": 5}
+
+
+def test_wrapped_callables_record_kernels(simulated: SimulatedCupti) -> None:
+    class Model:
+        def forward(self) -> None:
+            simulated.launch("k", 1_000)
+
+    Detector.initialize()
+    Detector.wrap_callables([CallableId(Model, "forward")])
+    Model().forward()
+    assert report().local_kernel_summaries["k"][Statistic.NUM] == 1
+
+
+def test_an_exception_in_a_section_ends_the_recording(simulated: SimulatedCupti) -> None:
+    Detector.initialize()
+    recording = []
+
+    def fails() -> None:
+        with Detector.detection_section("step"):
+            recording.append(simulated.is_recording)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert recording == [True]
+    assert not simulated.is_recording
+    assert simulated.calls("inside") == 0
+
+
+def kernel_times(
+    simulated: SimulatedCupti, profiler: list[bool] | None = None
+) -> tuple[KernelTimes, Fallback]:
+    fallback, is_on = Fallback(), profiler if profiler is not None else [False]
+    return KernelTimes(open_activity([str(simulated.path)]), fallback, lambda: is_on[0]), fallback
+
+
+def test_kernels_are_told_apart_by_section_the_inner_one_counts(simulated: SimulatedCupti) -> None:
+    times, _ = kernel_times(simulated)
+    outer = times.begin("step")
+    simulated.launch("k", 5_000)
+    inner = times.begin("forward")
+    simulated.launch("k", 5_000)
+    simulated.launch("k", 5_000)
+    times.end("forward", inner)
+    assert simulated.is_recording, "the outer section goes on"
+    # The backward pass of autograd: another thread, which knows nothing of sections.
+    thread = threading.Thread(target=simulated.launch, args=("backward", 1_000))
+    thread.start()
+    thread.join()
+    times.end("step", outer)
+    times.summaries()
+    found = {
+        section: {name: each[Statistic.NUM] for name, each in kernels.items()}
+        for section, kernels in times.section_kernels().items()
+    }
+    assert found == {"step": {"k": 1, "backward": 1}, "forward": {"k": 2}}
+    assert times.section_of() == {"k": "forward", "backward": "step"}
+
+
+def test_who_waits_least_for_others_is_the_late_one(simulated: SimulatedCupti) -> None:
+    times, _ = kernel_times(simulated)
+    section = times.begin("step")
+    simulated.launch("k", 5_000)
+    simulated.launch("ncclDevKernel_AllReduce", 40_000)
+    simulated.launch("ncclDevKernel_AllGather", 20_000)
+    times.end("step", section)
+    times.summaries()
+    assert times.collective_us() == pytest.approx(30)
+    late = lateness({0: 30.0, 1: 4.0, 2: 29.0, 3: float("nan")})
+    assert (late[0], late[1], late[2]) == (0, 26, 1)
+    assert late[3] != late[3]
+    assert lateness({}) == {}
+
+
+def test_torch_profiler_gets_cupti_and_gives_it_back(
+    simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler = [False]
+    times, fallback = kernel_times(simulated, profiler)
+    before = times.begin("step")
+    simulated.launch("k", 1_000)
+    profiler[0] = True
+    simulated.take_over()  # the profiler begins within a section of ours
+    times.end("step", before)
+    assert simulated.is_recording, "for the profiler: nothing was switched off"
+    for _ in range(3):
+        within = times.begin("step")
+        simulated.launch("seen by the profiler", 1_000)
+        times.end("step", within)
+    assert fallback.seen == ["step"] * 3
+    flushed = simulated.calls("cuptiActivityFlushAll")
+    times.summaries()
+    assert simulated.calls("cuptiActivityFlushAll") == flushed, "the profiler's buffers are left alone"
+    profiler[0] = False
+    after = times.begin("step")
+    simulated.launch("k", 2_000)
+    times.end("step", after)
+    found = times.summaries()
+    assert "seen by the profiler" not in found
+    assert found["k"][Statistic.MAX] == 2.0
+    assert times.section_of()["k"] == "step", "times are by our own clock again"
+    assert caplog.text.count("torch.profiler uses CUPTI") == 1
+    assert simulated.calls("cuptiFinalize") == 0
+
+
+def test_a_tool_that_holds_cupti_leaves_cuda_events_and_that_is_said(
+    simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulated.set("fail:cuptiActivityRegisterCallbacks", 39)
+    Detector.initialize()
+    assert "kernels are not timed one by one, and sections by CUDA events" in caplog.text
+    assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS" in caplog.text
+
+
+def test_cupti_that_stops_working_stops_no_training(
+    simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, fallback = kernel_times(simulated)
+    simulated.set("fail:cuptiActivityEnable", 15)
+    for _ in range(2):
+        times.end("step", times.begin("step"))
+    simulated.set("fail:cuptiActivityFlushAll", 15)
+    assert times.summaries() == {}
+    assert fallback.seen == ["step", "step"]
+    assert caplog.text.count("CUPTI_ERROR_NOT_INITIALIZED") == 1
+    simulated.set("fail:cuptiActivityEnable", 0)
+    simulated.set("fail:cuptiActivityFlushAll", 0)
+    section = times.begin("step")
+    simulated.launch("k", 1_000)
+    times.end("step", section)
+    assert times.summaries()["k"][Statistic.NUM] == 1
+
+
+def test_records_of_other_kinds_and_lost_ones_are_counted(
+    simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, _ = kernel_times(simulated)
+    before = times.record_counts()
+    section = times.begin("step")
+    simulated.other_record(51)
+    # More than all buffers hold, were nobody to read them; the reader may keep up.
+    for _ in range(200):
+        simulated.launch("k", 1_000, kernels=2000, call=GRAPH_LAUNCH)
+    times.end("step", section)
+    found = times.summaries()
+    while times.record_counts()["buffers"] and times.summaries():
+        pass
+    counts = times.record_counts()
+    assert counts["unknown"] == before["unknown"] + 1
+    dropped = counts["dropped"] - before["dropped"]
+    assert counts["kernels"] - before["kernels"] == 400_000 - dropped
+    assert (dropped > 0) == ("CUPTI dropped" in caplog.text)
+    assert found["k"][Statistic.NUM] > 0
+
+
+# --- where it is -----------------------------------------------------------------------------------------
+
+
+def test_what_is_open_comes_first_then_torch_s_own_then_the_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages, toolkit = tmp_path / "site-packages", tmp_path / "cuda"
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 0 0:0 1   /lib/libc.so.6\n7f02-7f03 r-xp 0 0:0 2   /opt/x/libcupti.so.12\n"
+    )
+    wanted = [
+        packages / "nvidia/cu13/lib/libcupti.so.13",
+        packages / "nvidia/cuda_cupti/lib/libcupti.so.12",
+        toolkit / "extras/CUPTI/lib64/libcupti.so.12",
+    ]
+    for path in (*wanted, toolkit / "lib64" / "libcupti.so", packages / "nvidia/cu13/lib/libcupti_x.so.13"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    found = list(cupti.libraries(maps, packages))
+    assert found[:4] == ["/opt/x/libcupti.so.12", *map(str, wanted)]
+    assert found[-1].startswith("libcupti.so.")
+    assert len(found) == len(set(found))
+
+
+def test_without_a_library_it_says_so(tmp_path: Path) -> None:
+    extension()
+    with pytest.raises(NoKernelTimesError, match="neither in torch's packages nor in the CUDA toolkit"):
+        open_activity([])
+
+
+def test_the_extension_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import sys
+
+    import nvrx_slurm.straggler
+
+    monkeypatch.delattr(nvrx_slurm.straggler, "_cupti", raising=False)
+    monkeypatch.setitem(sys.modules, "nvrx_slurm.straggler._cupti", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    caplog.set_level(logging.WARNING)
+    Detector.initialize()
+    Detector.shutdown()
+    assert caplog.text.count("the extension is not built") == 1
