@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from nvrx_slurm.checkpointing import storage
-from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, Verification
+from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, Verification, checked_load
 
 
 def state() -> dict[str, Any]:
@@ -69,10 +70,40 @@ class TestOneFile:
         for loaded in (
             torch.load(tmp_path / "a.pt", weights_only=True),
             storage.load(tmp_path / "a.pt", mmap=True),
+            storage.load(tmp_path / "a.pt"),
         ):
             assert torch.equal(loaded.pop("large"), large)
             assert same(saved, loaded)
             assert loaded["shared"][0].data_ptr() + 40 == loaded["shared"][1].data_ptr()
+
+    @pytest.mark.parametrize(
+        "where",
+        [None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _location: storage],
+        ids=repr,
+    )
+    def test_it_loads_to_where_map_location_says(self, tmp_path: Path, where: Any) -> None:
+        storage.save([torch.arange(9), torch.ones(3_000_000)], tmp_path / "a.pt")
+        loaded = storage.load(tmp_path / "a.pt", map_location=where)
+        assert torch.equal(loaded[0], torch.arange(9))
+        assert torch.equal(loaded[1], torch.ones(3_000_000))
+        assert [each.device.type for each in storage.load(tmp_path / "a.pt", map_location="meta")] == [
+            "meta"
+        ] * 2
+
+    def test_storages_in_another_order_than_expected_are_loaded_all_the_same(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage.save([torch.arange(9), torch.ones(1000), torch.zeros(3_000_000)], tmp_path / "a.pt")
+        real = checked_load.find_table
+
+        def reversed_table(path: Path, view: memoryview) -> Any:
+            table = real(path, view)
+            assert table is not None
+            return dataclasses.replace(table, sums=dict(reversed(table.sums.items())))
+
+        monkeypatch.setattr(checked_load, "find_table", reversed_table)
+        loaded = storage.load(tmp_path / "a.pt")
+        assert [each.sum().item() for each in loaded] == [36, 1000, 0]
 
     def test_nothing_but_the_file_is_left_and_only_its_owner_can_read_it(self, tmp_path: Path) -> None:
         storage.save({"a": torch.ones(3)}, tmp_path / "a.pt")

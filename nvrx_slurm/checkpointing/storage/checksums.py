@@ -8,6 +8,7 @@ torch reads the file as ever.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -108,44 +109,92 @@ def verify_file(path: Path | str, parts: Sequence[Region] | None = None) -> Veri
         OSError: it can't be read.
     """
     path = Path(path)
+    with opened(path) as fd, mapped(path, fd) as view:
+        return _verify(path, view, parts)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a regular file.
+
+    Raises:
+        OSError: it can't be opened, or is something else.
+    """
     fd = open_regular(path, follow_link=True)
     try:
-        size = os.fstat(fd).st_size
-        if size == 0:
-            raise CorruptCheckpointError(path, "the file is empty")
-        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as image:
-            image.madvise(mmap.MADV_SEQUENTIAL)
-            view = memoryview(image)
-            try:
-                return _verify(path, image, view, parts)
-            finally:
-                view.release()
+        yield fd
     finally:
         os.close(fd)
 
 
-def _verify(path: Path, image: mmap.mmap, view: memoryview, parts: Sequence[Region] | None) -> Verification:
-    table = _find_table(path, view)
-    if table is None:
-        if image.rfind(_MAGIC, max(0, len(image) - _SEARCHED)) >= 0:
+@contextlib.contextmanager
+def mapped(path: Path, fd: int) -> Iterator[memoryview]:
+    """Yield the content of an open file, read as it is looked at.
+
+    Raises:
+        CorruptCheckpointError: the file is empty.
+    """
+    size = os.fstat(fd).st_size
+    if size == 0:
+        raise CorruptCheckpointError(path, "the file is empty")
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as image:
+        image.madvise(mmap.MADV_SEQUENTIAL)
+        with memoryview(image) as view:
+            yield view
+
+
+@dataclass(frozen=True)
+class Table:
+    """The checksums of a file, as they stand in it."""
+
+    place: Region
+    sums: dict[Region, int]
+    """Of each tensor storage, by rising offset."""
+    rest: int
+    """Of everything else."""
+
+    def check_rest(self, path: Path, view: memoryview) -> None:
+        """See whether what lies between the tensors, and what describes them, is what was written.
+
+        Raises:
+            CorruptCheckpointError: it is not.
+        """
+        parts = sorted([*self.sums, self.place], key=lambda each: each.offset)
+        if parts[-1].end > len(view) or checksum_around(view, parts, len(view)) != self.rest:
+            raise CorruptCheckpointError(path, "what lies between the tensors is not what was written")
+
+
+def find_table(path: Path, view: memoryview) -> Table | None:
+    """Return the checksums of a file whose content is ``view``; None: another writer made it.
+
+    Raises:
+        CorruptCheckpointError: it is no whole archive, or the table is damaged.
+    """
+    place = _find_table(path, view)
+    if place is None:
+        if _MAGIC in bytes(view[-_SEARCHED:]):
             raise CorruptCheckpointError(path, "the archive's directory lacks the checksums that it holds")
-        return Verification.NO_CHECKSUMS
-    content = bytes(view[table.offset : table.end])
+        return None
+    content = bytes(view[place.offset : place.end])
     if len(content) < _HEAD.size or content[:8] != _MAGIC:
         raise CorruptCheckpointError(path, "the table of checksums is damaged")
     _, count, rest = _HEAD.unpack_from(content)
-    if table_size(count) != table.length:
+    if table_size(count) != place.length:
         raise CorruptCheckpointError(path, "the table of checksums is damaged")
-    regions = []
-    for offset, length, expected in _ENTRY.iter_unpack(content[_HEAD.size :]):
-        region = Region(offset, length)
-        regions.append(region)
+    entries = _ENTRY.iter_unpack(content[_HEAD.size :])
+    return Table(place, {Region(offset, length): found for offset, length, found in entries}, rest)
+
+
+def _verify(path: Path, view: memoryview, parts: Sequence[Region] | None) -> Verification:
+    table = find_table(path, view)
+    if table is None:
+        return Verification.NO_CHECKSUMS
+    for region, expected in table.sums.items():
         if parts is not None and not any(region.overlaps(part) for part in parts):
             continue
         if region.end > len(view) or checksum(view[region.offset : region.end]) != expected:
-            raise CorruptCheckpointError(path, f"the tensor at byte {offset} is not what was written")
-    if checksum_around(view, sorted([*regions, table], key=lambda each: each.offset), len(view)) != rest:
-        raise CorruptCheckpointError(path, "what lies between the tensors is not what was written")
+            raise CorruptCheckpointError(path, f"the tensor at byte {region.offset} is not what was written")
+    table.check_rest(path, view)
     return Verification.INTACT
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,9 @@ import torch
 import xxhash
 
 from nvrx_slurm.checkpointing.storage import checksums
+from nvrx_slurm.checkpointing.storage.checked_load import load_checked
 from nvrx_slurm.checkpointing.storage.durable import PendingFile, replacing
+from nvrx_slurm.checkpointing.storage.host_memory import host_bytes
 from nvrx_slurm.checkpointing.storage.layout import FileImage, Hole, Literal, lay_out
 
 _CHUNK = 8 << 20
@@ -49,23 +50,18 @@ def load(
         map_location: as torch.load's.
         weights_only: False executes what the pickle in the file says: only for a file that is yours.
         mmap: tensors are views of the file, read when they are used.
-        verify: compare the file with its checksums first, where it has some.
+        verify: compare the file with its checksums, where it has some: tensors while they are read, with
+            ``mmap`` all of it before.
 
     Raises:
         CorruptCheckpointError: the file is torn, or not what was written.
         OSError: it can't be read.
     """
+    if verify and not mmap:
+        return load_checked(Path(path), map_location=map_location, weights_only=weights_only)
     if verify:
         checksums.verify_file(path)
     return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
-
-
-def host_bytes(storage: Any) -> memoryview:
-    """Return the bytes of a storage: shared if it is in host memory, else a copy. Needs no NumPy."""
-    storage = storage.cpu()
-    array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-    array.owner = storage  # a memoryview keeps the array alive, and that the storage
-    return memoryview(array).cast("B")
 
 
 class _Writer:
