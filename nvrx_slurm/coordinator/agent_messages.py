@@ -62,7 +62,7 @@ def event_of(node: str, message: msg.AgentMessage) -> steps.Event | None:
             return steps.StepReached(node, m.cycle, m.step)
         case msg.CheckpointReport(what=CheckpointEvent.SAVED) as m:
             return steps.CheckpointSaved(node, m.cycle, m.step)
-        case msg.CheckpointReport() as m:
+        case msg.CheckpointReport(what=CheckpointEvent.LOADED) as m:
             return steps.CheckpointLoaded(node, m.cycle, m.step)
         case _:
             return None
@@ -118,6 +118,8 @@ class AgentMessages:
                 self._recorder.step_reached(m.step, m.cycle)
             case msg.CheckpointReport(what=CheckpointEvent.SAVED) as m:
                 record(journal.CheckpointSaved(step=m.step, layer=m.layer, rank=m.rank))
+            case msg.CheckpointReport(what=CheckpointEvent.HELD_UP) as m:
+                record(journal.CheckpointHeldUp(save=m.step, rank=m.rank, why=m.why))
             case msg.CheckpointReport() as m:
                 record(journal.CheckpointLoaded(step=m.step, layer=m.layer, rank=m.rank, why=m.why))
             case msg.StragglerReport() as m:

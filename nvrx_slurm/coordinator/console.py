@@ -27,6 +27,8 @@ def line_for(record: Record) -> str | None:
             return f"{event.node}: ranks start in new interpreters: {event.why_cold}"
         case journal.FirstStep() as event:
             return f"cycle {record.cycle}: {_all(event.ranks)} training"
+        case journal.CheckpointHeldUp(save=save, rank=rank, why=why):
+            return f"rank {rank}'s save {save} {why}"
         case journal.CheckpointLoaded() as event:
             why = f": {event.why}" if event.why else ""
             return f"resumed from the {event.layer} checkpoint of step {event.step}{why}"

@@ -31,6 +31,14 @@ class JobJournal:
         """Record that training resumes from the state after ``step``, and why; one rank suffices."""
         self._tell(CheckpointEvent.LOADED, step, layer, one_line(why))
 
+    def report_checkpoint_held_up(self, save: int, why: str) -> None:
+        """Record that a save had to wait, was skipped or has failed for want of room.
+
+        Args:
+            save: which one of its queue, from 0.
+        """
+        self._tell(CheckpointEvent.HELD_UP, save, "async", one_line(why))
+
     def _tell(self, what: CheckpointEvent, step: int, layer: str, why: str = "") -> None:
         """Never raises: training must not fail for what is said of it."""
         with self._lock:

@@ -1,6 +1,7 @@
 """Typed events, one append-only JSON Lines file per job: the only truth that reports read."""
 
 from nvrx_slurm.journal.events import (
+    CheckpointHeldUp,
     CheckpointLoaded,
     CheckpointSaved,
     ControlRequested,
@@ -58,6 +59,7 @@ from nvrx_slurm.journal.reader import (
 from nvrx_slurm.journal.writer import JournalWriter
 
 __all__ = [
+    "CheckpointHeldUp",
     "CheckpointLoaded",
     "CheckpointSaved",
     "ControlRequested",

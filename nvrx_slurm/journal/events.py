@@ -267,6 +267,16 @@ class CheckpointLoaded(Event, frozen=True, tag="checkpoint_loaded"):
     """Why this one, where several were to be had."""
 
 
+class CheckpointHeldUp(Event, frozen=True, tag="checkpoint_held_up"):
+    """A save found no room: the storage is slower than what is saved, or memory is short."""
+
+    save: int
+    """Which one of the rank's queue, from 0."""
+    rank: int
+    why: str
+    """Begins with what follows: waited, skipped or failed."""
+
+
 class FaultDetected(Event, frozen=True, tag="fault_detected"):
     """Something was seen. A cycle may have several: a first and its cascade; the verdict names the cause."""
 
@@ -521,6 +531,7 @@ AnyEvent = (
     | TimeoutsCalculated
     | CheckpointSaved
     | CheckpointLoaded
+    | CheckpointHeldUp
     | StragglerReport
     | RankScores
     | JobSlowed

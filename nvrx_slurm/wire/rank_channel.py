@@ -39,11 +39,14 @@ class FirstHeartbeat(Request, frozen=True):
 class CheckpointEvent(str, enum.Enum):
     SAVED = "saved"
     LOADED = "loaded"
+    HELD_UP = "held_up"
+    """The storage, or the memory, can't keep up with what is saved."""
 
 
 class Checkpoint(Request, frozen=True):
     what: CheckpointEvent
     step: int
+    """Of training; of one that was held up: which save it is, counted from 0."""
     layer: str
     why: str = ""
     """Why this one, where several were to be had."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -25,11 +27,13 @@ from nvrx_slurm.checkpointing.async_ckpt.core import (
     AsyncRequest,
     AsyncSaveError,
     SnapshotMode,
+    WhenFull,
     abort_nvrx_checkpoint,
     ensure_snapshotted,
 )
 from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from nvrx_slurm.checkpointing.async_ckpt.worker import patiently
+from nvrx_slurm.checkpointing.storage.pace import Pace
 from nvrx_slurm.linux import process_state
 
 MANY = 16
@@ -57,6 +61,17 @@ def write_text(path: Path, text: str) -> None:
 
 def write_sum(path: Path, tensors: list[torch.Tensor], *, scale: int = 1) -> None:
     path.write_text(str(scale * sum(tensor.sum().item() for tensor in tensors)))
+
+
+def write_own_priority(path: Path) -> None:
+    number = {"x86_64": 252, "aarch64": 31}[platform.machine()]  # ioprio_get(2)
+    io = ctypes.CDLL(None).syscall(number, 1, 0) >> 13
+    path.write_text(f"{os.nice(0)} {io} {os.sched_getaffinity(0)}")
+
+
+def wait_for(go: Path, _tensor: torch.Tensor) -> None:
+    while not go.exists():
+        time.sleep(0.005)
 
 
 def fail(_path: Path) -> None:
@@ -438,8 +453,98 @@ class TestWriting:
             patiently(write, lambda _seconds: None)
         assert len(tried) == tries
 
+    def test_writers_of_all_threads_together_keep_to_the_limit(self) -> None:
+        now, waits = 0.0, []
+        pace = Pace(1000, clock=lambda: now, wait=waits.append)
+        for _ in range(3):
+            pace(500)
+        now = 10.0
+        pace(1)
+        assert waits == [0.5, 1.0]
+
+
+class TestPriority:
+    def test_the_worker_has_the_niceness_class_and_cores_that_were_asked_for(self, tmp_path: Path) -> None:
+        core = min(os.sched_getaffinity(0))
+        queue = AsyncCallsQueue(cpu_priority=15, io_priority=3, cpu_affinity=[core], max_bytes_per_s=1 << 30)
+        queue.schedule_async_request(AsyncRequest(write_own_priority, (tmp_path / "a",), []))
+        queue.close()
+        assert (tmp_path / "a").read_text() == f"15 3 {{{core}}}"
+
+    @pytest.mark.parametrize("keywords", [{"cpu_affinity": [-1]}, {"max_bytes_per_s": 0}])
+    def test_what_there_is_not_is_refused(self, keywords: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="accepted"):
+            AsyncCallsQueue(**keywords)
+
+
+class TestNoRoom:
+    """A storage that can't keep up: what is being written takes all the room that there may be."""
+
+    @pytest.fixture
+    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+        told: list[tuple[int, str]] = []
+
+        class Journal:
+            def report_checkpoint_held_up(self, save: int, why: str) -> None:
+                told.append((save, why))
+
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.core.job_journal", Journal)
+        return told
+
+    def full(self, go: Path, when_full: WhenFull) -> AsyncCallsQueue:
+        queue = AsyncCallsQueue(max_inflight_bytes=20 << 20, when_full=when_full)
+        queue.schedule_async_request(AsyncRequest(wait_for, (go, torch.zeros(SIZE)), []))
+        return queue
+
+    def test_skip_there_is_no_such_save_and_its_finalizers_are_not_run(
+        self, tmp_path: Path, told: list[tuple[int, str]]
+    ) -> None:
+        queue = self.full(tmp_path / "go", WhenFull.SKIP)
+        finalized: list[int] = []
+        skipped = AsyncRequest(
+            write_sum, (tmp_path / "a", [torch.ones(SIZE)]), [partial(finalized.append, 1)]
+        )
+        assert queue.schedule_async_request(skipped) == 1
+        (tmp_path / "go").touch()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        assert finalized == []
+        assert not (tmp_path / "a").exists()
+        assert told == [(1, "skipped: no room for another snapshot beside 1 that are being written")]
+        assert queue.schedule_async_request(skipped) == 2
+        queue.close()
+        assert finalized == [1]
+
+    def test_fail_it_is_an_error_at_the_next_finalize(
+        self, tmp_path: Path, told: list[tuple[int, str]]
+    ) -> None:
+        queue = self.full(tmp_path / "go", WhenFull.FAIL)
+        queue.schedule_async_request(AsyncRequest(write_sum, (tmp_path / "a", [torch.ones(SIZE)]), []))
+        (tmp_path / "go").touch()
+        with pytest.raises(AsyncSaveError, match="save 1 failed on this rank: no room for another snapshot"):
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert told[0][1].startswith("failed: no room")
+        queue.close()
+
+    def test_wait_training_goes_on_when_there_is_room(
+        self, tmp_path: Path, told: list[tuple[int, str]]
+    ) -> None:
+        queue = self.full(tmp_path / "go", WhenFull.WAIT)
+        threading.Timer(0.2, (tmp_path / "go").touch).start()
+        queue.schedule_async_request(AsyncRequest(write_sum, (tmp_path / "a", [torch.ones(SIZE)]), []))
+        assert (tmp_path / "go").exists()
+        assert told[0][0] == 1
+        assert told[0][1].startswith("waited ")
+        queue.close()
+        assert (tmp_path / "a").read_text() == str(float(SIZE))
+
 
 class TestArenaPool:
+    def test_prepared_memory_is_what_the_first_snapshot_gets(self) -> None:
+        pool = ArenaPool()
+        pool.prepare(100)
+        (arena,) = pool._free
+        assert pool.acquire(50) is arena
+
     def test_who_needs_more_memory_than_may_be_used_waits_for_a_release(self) -> None:
         pool = ArenaPool(count=1)
         first = pool.acquire(10)

@@ -73,6 +73,10 @@ TOLD: list[tuple[AnyEvent, str]] = [
         "resumed from the local checkpoint of step 20: the newest that is whole",
     ),
     (
+        journal.CheckpointHeldUp(save=3, rank=1, why="skipped: no room for another snapshot"),
+        "rank 1's save 3 skipped: no room for another snapshot",
+    ),
+    (
         journal.FaultDetected(kind=FaultKind.SIGNAL, node="n1", rank=3, signal="SIGKILL", detector="child"),
         "FAULT: rank 3 on n1 was killed by SIGKILL",
     ),

@@ -17,20 +17,24 @@ class Agreement:
     """One of the ranks on which it failed."""
     lowest_index: int
     highest_index: int
+    is_skipped: bool = False
+    """On one of the ranks, so on all."""
 
 
-def agree(index: int, *, done: bool, failed: bool) -> Agreement:
+def agree(index: int, *, done: bool, failed: bool, skipped: bool = False) -> Agreement:
     """Tell the other ranks of the default group about the save of this index; hear what they say.
 
     Alone, without ``torch.distributed``, a rank agrees with itself.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Agreement(done, 0 if failed else None, index, index)
-    said = [index, -index, 0 if done else 1, dist.get_rank() + 1 if failed else 0]
+        return Agreement(done, 0 if failed else None, index, index, skipped)
+    said = [index, -index, 0 if done else 1, dist.get_rank() + 1 if failed else 0, int(skipped)]
     tensor = torch.tensor(said, dtype=torch.int64, device=_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    highest, lowest, missing, failed_rank = tensor.tolist()
-    return Agreement(not missing, failed_rank - 1 if failed_rank else None, -lowest, highest)
+    highest, lowest, missing, failed_rank, is_skipped = tensor.tolist()
+    return Agreement(
+        not missing, failed_rank - 1 if failed_rank else None, -lowest, highest, bool(is_skipped)
+    )
 
 
 def _device() -> torch.device:

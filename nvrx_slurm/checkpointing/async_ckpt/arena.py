@@ -7,14 +7,20 @@ import itertools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 
 _ROUND = 16 << 20  # states grow by a few bytes now and then; that must not cost a new arena
 _LEFT_FREE = 256 << 20
+_FAULTING_THREADS = 4
+_POPULATE_WRITE = 23  # madvise(2)
+_libc = ctypes.CDLL(None)
 
 
 memory_keys = itertools.count()
@@ -25,11 +31,26 @@ class OutOfMemoryError(RuntimeError):
     """There is no memory for another snapshot."""
 
 
+class NoRoomError(RuntimeError):
+    """Too much waits to be written, and the policy is not to wait."""
+
+
+class WhenFull(Enum):
+    """What becomes of a save while too much is still to be written."""
+
+    WAIT = "wait"
+    """Training waits until there is room."""
+    SKIP = "skip"
+    """There is no such checkpoint, on any rank; its finalizers are not run."""
+    FAIL = "fail"
+    """It is an error of the save."""
+
+
 class Arena:
     """Anonymous shared memory (memfd_create(2)); gone with the last process that has it."""
 
     def __init__(self, size: int) -> None:
-        self.capacity = -(-max(size, 1) // _ROUND) * _ROUND
+        self.capacity = _capacity(size)
         self.fd = os.memfd_create("nvrx-checkpoint", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, self.capacity)
         self.memory = mmap.mmap(self.fd, self.capacity)
@@ -40,11 +61,26 @@ class Arena:
         """Return a part of it as a tensor of bytes."""
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=offset)
 
+    def fault_in(self) -> None:
+        """Have the system give all of its memory now, on several threads; a copy then finds it there."""
+        step = max(_ROUND, -(-self.capacity // _FAULTING_THREADS // _ROUND) * _ROUND)
+        with ThreadPoolExecutor(_FAULTING_THREADS) as pool:
+            list(pool.map(lambda start: self._fault_in(start, step), range(0, self.capacity, step)))
+
+    def _fault_in(self, start: int, size: int) -> None:
+        size = min(size, self.capacity - start)
+        if _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(size), _POPULATE_WRITE):
+            ctypes.memset(self.address + start, 0, size)  # before Linux 5.14
+
     def write(self, offset: int, data: bytes) -> None:
         self.memory[offset : offset + len(data)] = data
 
     def __del__(self) -> None:
         os.close(self.fd)  # the mapping goes with the last reference to it
+
+
+def _capacity(size: int) -> int:
+    return -(-max(size, 1) // _ROUND) * _ROUND
 
 
 @dataclass
@@ -55,11 +91,15 @@ class ArenaPool:
         count: two, so that a snapshot can be made while the one before is written.
         max_bytes: of all arenas together; None for as much as the machine has. A single snapshot that is
             larger is refused.
+        when_full: what becomes of a snapshot while there is no room.
+        held_up: told what became of one, and why.
         memory_available: bytes that this machine could give out now.
     """
 
     count: int = 2
     max_bytes: int | None = None
+    when_full: WhenFull = WhenFull.WAIT
+    held_up: Callable[[str], None] = lambda _why: None
     memory_available: Callable[[], int] = lambda: available_memory()
     _free: list[Arena] = field(default_factory=list)
     _in_use: list[Arena] = field(default_factory=list)
@@ -70,19 +110,39 @@ class ArenaPool:
 
         Raises:
             OutOfMemoryError: a snapshot of this size does not fit, whatever is waited for.
+            NoRoomError: it does not fit now, and the policy is not to wait.
         """
         if self.max_bytes is not None and size > self.max_bytes:
             raise OutOfMemoryError(
                 f"a snapshot of {size / 2**20:.0f} MiB is larger than max_inflight_bytes allows "
                 f"({self.max_bytes / 2**20:.0f} MiB)"
             )
+        began, why = time.monotonic(), ""
         with self._changed:
-            while True:
-                arena = self._take_or_make(size)
-                if arena is not None:
-                    self._in_use.append(arena)
-                    return arena
-                self._changed.wait()
+            arena = self._take_or_make(size)
+            if arena is None:
+                why = f"no room for another snapshot beside {len(self._in_use)} that are being written"
+                if self.when_full is not WhenFull.WAIT:
+                    raise NoRoomError(why)
+                while arena is None:
+                    self._changed.wait()
+                    arena = self._take_or_make(size)
+            self._in_use.append(arena)
+        if why:
+            self.held_up(f"waited {time.monotonic() - began:.1f} s: {why}")
+        return arena
+
+    def prepare(self, size: int) -> None:
+        """Allocate for a snapshot of this size now; the first one is then as quick as others.
+
+        Raises:
+            OutOfMemoryError: a snapshot of this size does not fit.
+        """
+        arena = self.acquire(size)
+        try:
+            arena.fault_in()
+        finally:
+            self.release(arena)
 
     def release(self, arena: Arena) -> None:
         with self._changed:
@@ -108,7 +168,7 @@ class ArenaPool:
             return best
         self._free.clear()  # all too small
         in_use = sum(arena.capacity for arena in self._in_use)
-        budget = self.max_bytes is None or in_use + size <= self.max_bytes
+        budget = self.max_bytes is None or in_use + _capacity(size) <= self.max_bytes
         fits = size + _LEFT_FREE <= self.memory_available()
         if self._in_use and (len(self._in_use) >= self.count or not budget or not fits):
             return None

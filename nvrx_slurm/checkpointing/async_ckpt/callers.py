@@ -6,13 +6,14 @@ import sys
 from abc import ABC, abstractmethod
 from typing import Any
 
-from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
+from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool, NoRoomError, WhenFull
 from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
 from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld
+from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.async_ckpt.ready_writes import ReadyWrites
 from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode
-from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerPriority, WorkerProcess
+from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerProcess
 from nvrx_slurm.checkpointing.storage.layout import lay_out
 
 
@@ -32,6 +33,11 @@ class AsyncCaller(ABC):
             return ticket
         try:
             return self._hand_over(self._worker(), async_req)
+        except NoRoomError as error:
+            is_skipped = self._pool.when_full is WhenFull.SKIP
+            self._pool.held_up(f"{'skipped' if is_skipped else 'failed'}: {error}")
+            ticket.resolve(None if is_skipped else str(error), is_skipped=is_skipped)
+            return ticket
         except Exception as error:
             # Raised here, it would leave this rank with a save less than the others have: they would wait.
             ticket.resolve(f"{type(error).__name__}: {error}")

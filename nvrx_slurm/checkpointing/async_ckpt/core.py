@@ -12,22 +12,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from nvrx_slurm.checkpointing.async_ckpt.agreement import Agreement, agree
-from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
+from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool, WhenFull
 from nvrx_slurm.checkpointing.async_ckpt.callers import (
     AsyncCaller,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
+from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.async_ckpt.ready_writes import ReadyWrites
 from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode, ensure_snapshotted
-from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerPriority
+from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket
+from nvrx_slurm.fault_tolerance.checkpoint_reports import job_journal
 
 __all__ = [
     "AsyncCaller",
@@ -37,9 +43,13 @@ __all__ = [
     "PersistentAsyncCaller",
     "SnapshotMode",
     "TemporalAsyncCaller",
+    "WhenFull",
     "abort_nvrx_checkpoint",
     "ensure_snapshotted",
 ]
+
+
+_log = logging.getLogger(__name__)
 
 
 class AsyncSaveError(RuntimeError):
@@ -79,6 +89,9 @@ class AsyncCallsQueue:
         *,
         snapshot_mode: SnapshotMode = SnapshotMode.OVERLAPPED,
         max_inflight_bytes: int | None = None,
+        when_full: WhenFull = WhenFull.WAIT,
+        cpu_affinity: Iterable[int] = (),
+        max_bytes_per_s: int | None = None,
     ) -> None:
         """
         Args:
@@ -90,21 +103,33 @@ class AsyncCallsQueue:
             cpu_shm_mode: without effect: snapshots are always in shared host memory.
             snapshot_mode: whether the copies are made before ``schedule_async_request`` returns, or during
                 the next forward and backward pass.
-            max_inflight_bytes: of snapshots that are not written yet; scheduling waits for room. Without it
-                two snapshots are held at a time.
+            max_inflight_bytes: of snapshots that are not written yet. Without it two snapshots are held at
+                a time, if there is memory for them.
+            when_full: what becomes of a save for which there is no room yet; the job's journal is told.
+            cpu_affinity: cores that the worker may use, such as those that Slurm has given to the job and
+                training leaves alone; empty for the trainer's.
+            max_bytes_per_s: how fast the worker writes files; None for as fast as it can.
 
         Raises:
             ValueError: a priority that there is not.
         """
         del is_daemon, sigterm_timeout, cpu_shm_mode
-        self._priority = WorkerPriority(cpu_priority, io_priority)
+        self._priority = WorkerPriority(cpu_priority, io_priority, tuple(cpu_affinity), max_bytes_per_s)
         self._mode = snapshot_mode
-        self._pool = ArenaPool(max_bytes=max_inflight_bytes)
+        self._pool = ArenaPool(
+            max_bytes=max_inflight_bytes,
+            when_full=when_full,
+            held_up=partial(_say_held_up, weakref.ref(self)),
+        )
         self._persistent = persistent
         self._caller: AsyncCaller | None = None
         self._pending: deque[_Pending] = deque()
         self._last_index = -1
         AsyncCallsQueue._queues.add(self)
+        caller = self._get_caller()
+        if isinstance(caller, PersistentAsyncCaller):
+            with contextlib.suppress(OSError):  # the first save tries again, and says why it can't
+                caller.start()
 
     @classmethod
     def warmup_persistent_caller(
@@ -124,12 +149,20 @@ class AsyncCallsQueue:
             )
         cls._warm.start()
 
+    def prepare(self, size: int) -> None:
+        """Allocate shared memory for a snapshot of ``size`` bytes; else the first one does.
+
+        Raises:
+            OutOfMemoryError: there is not enough.
+        """
+        self._pool.prepare(size)
+
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Snapshot the request's tensors and begin; return its index, 0, 1, 2, …
 
         All ranks call this in the same order. What goes wrong, an object that can't be pickled too, is
-        raised when the save is finalized, on all ranks. Waits while two snapshots, or
-        ``max_inflight_bytes``, are waiting to be written.
+        raised when the save is finalized, on all ranks. While there is no room for another snapshot it
+        does as ``when_full`` says.
         """
         self._last_index += 1
         request = AsyncRequest(**async_request._asdict()).freeze()._replace(call_idx=self._last_index)
@@ -139,7 +172,8 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize, oldest first, what is done on all ranks; return the indices.
 
-        With saves pending and without ``no_dist`` this is collective: all ranks call it equally often.
+        Skipped saves are not among them. With saves pending and without ``no_dist`` this is collective: all
+        ranks call it equally often.
 
         Args:
             blocking: wait until every pending save is done.
@@ -163,6 +197,8 @@ class AsyncCallsQueue:
                 break
             self._pending.popleft()
             self._refuse_failed(oldest, said)
+            if said.is_skipped:
+                continue
             finalized.append(oldest.finalize())
         return finalized
 
@@ -215,8 +251,8 @@ class AsyncCallsQueue:
         done = ticket.is_done
         failed = done and pending.error is not None
         if no_dist:
-            return Agreement(done, 0 if failed else None, index, index)
-        return agree(index, done=done, failed=failed)
+            return Agreement(done, 0 if failed else None, index, index, ticket.is_skipped)
+        return agree(index, done=done, failed=failed, skipped=ticket.is_skipped)
 
     def _refuse_failed(self, pending: _Pending, said: Agreement) -> None:
         index = pending.request.call_idx
@@ -228,6 +264,13 @@ class AsyncCallsQueue:
             raise AsyncSaveError(f"save {index} failed on this rank: {pending.error}")
         if said.failed_rank is not None:
             raise AsyncSaveError(f"save {index} failed on rank {said.failed_rank}: see the error there")
+
+
+def _say_held_up(queue: weakref.ref[AsyncCallsQueue], why: str) -> None:
+    this = queue()
+    if this is not None:
+        _log.warning("save %d %s", this._last_index, why)
+        job_journal().report_checkpoint_held_up(this._last_index, why)
 
 
 def abort_nvrx_checkpoint() -> None:

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, SnapshotMode
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
+from nvrx_slurm.checkpointing.storage.layout import lay_out
 from nvrx_slurm.checkpointing.storage.torch_file import save
 from nvrx_slurm.fault_tolerance.checkpoint_reports import job_journal
 
@@ -33,14 +34,22 @@ class TorchAsyncCheckpoint:
     def __init__(
         self,
         persistent_queue: bool = True,
-        *,
-        snapshot_mode: SnapshotMode = SnapshotMode.OVERLAPPED,
-        max_inflight_bytes: int | None = None,
+        **queue_options: Any,
     ) -> None:
-        """Arguments as those of :class:`AsyncCallsQueue`; ``persistent_queue`` is its ``persistent``."""
-        self._queue = AsyncCallsQueue(
-            persistent_queue, snapshot_mode=snapshot_mode, max_inflight_bytes=max_inflight_bytes
-        )
+        """
+        Args:
+            persistent_queue: one worker for all saves; else one for each.
+            queue_options: more arguments of :class:`AsyncCallsQueue`, by name.
+        """
+        self._queue = AsyncCallsQueue(persistent_queue, **queue_options)
+
+    def prepare(self, state_dict: Any) -> None:
+        """Allocate the memory that saves of such a state need, so that the first takes no longer than others.
+
+        Raises:
+            Exception: it can't be saved: what pickle says, or there is no memory.
+        """
+        self._queue.prepare(lay_out(state_dict).size)
 
     def async_save(
         self,

@@ -25,11 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from nvrx_slurm import linux
 from nvrx_slurm.checkpointing.async_ckpt.messages import Copied, Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.filling import AbandonedError, Filling
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, write_image
+from nvrx_slurm.checkpointing.storage.pace import Pace
 from nvrx_slurm.wire import checkpoint_writer
 
 _MOST_WRITERS = 16
@@ -41,10 +45,12 @@ _ERROR_LENGTH = 16_000
 
 def main() -> None:
     """Serve the trainer whose process id and socket are in ``sys.argv``."""
-    trainer, fd, nice, io_priority = map(int, sys.argv[2:6])
+    trainer, fd = map(int, sys.argv[2:4])
+    priority = msgspec.json.decode(sys.argv[4], type=WorkerPriority)
     linux.set_process_name("nvrx-ckpt")
-    _be_modest(nice, io_priority)
-    worker = _Worker(socket.socket(fileno=fd), trainer)
+    priority.apply()
+    pace = Pace(priority.bytes_per_s) if priority.bytes_per_s else None
+    worker = _Worker(socket.socket(fileno=fd), trainer, pace)
     # Ctrl-C, and what Slurm sends to all processes of a job, are the trainer's to answer: it may save then.
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
@@ -57,16 +63,6 @@ def grace_s() -> float:
     with contextlib.suppress(KeyError, ValueError):
         return float(os.environ[checkpoint_writer.GRACE_VARIABLE])
     return checkpoint_writer.DEFAULT_GRACE_S
-
-
-def _be_modest(nice: int, io_priority: int) -> None:
-    with contextlib.suppress(OSError):
-        os.nice(max(0, nice - os.nice(0)))
-    if io_priority:
-        try:
-            linux.set_io_priority(io_priority)
-        except OSError as error:
-            print(f"nvrx: checkpoint worker: I/O priority {io_priority}: {error}", file=sys.stderr)
 
 
 def patiently(write: Callable[[], None], wait: Callable[[float], None] = time.sleep) -> None:
@@ -85,9 +81,10 @@ def patiently(write: Callable[[], None], wait: Callable[[float], None] = time.sl
 
 
 class _Worker:
-    def __init__(self, sock: socket.socket, trainer: int) -> None:
+    def __init__(self, sock: socket.socket, trainer: int, pace: Pace | None) -> None:
         self._socket = sock
         self._trainer = trainer
+        self._pace = pace
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._arenas: dict[int, tuple[int, mmap.mmap]] = {}
         self._swept: set[Path] = set()
@@ -187,7 +184,9 @@ class _Worker:
         view = memoryview(memory)
         try:
             at_once = max(1, _WRITES_AT_ONCE // max(1, len(specs)))
-            writes = [partial(write_image, spec, view, filling, at_once=at_once) for spec in specs]
+            writes = [
+                partial(write_image, spec, view, filling, at_once=at_once, pace=self._pace) for spec in specs
+            ]
             with ThreadPoolExecutor(min(max(1, len(specs)), _MOST_WRITERS)) as pool:
                 for done in [pool.submit(patiently, write) for write in writes]:
                     done.result()

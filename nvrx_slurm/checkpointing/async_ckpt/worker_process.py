@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,27 +19,12 @@ import msgspec
 from nvrx_slurm import interpreter
 from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
 from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Copied, Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, aligned
 from nvrx_slurm.checkpointing.storage.layout import FileImage
 from nvrx_slurm.wire import checkpoint_writer
-
-
-@dataclass(frozen=True)
-class WorkerPriority:
-    """How modest the worker is beside training."""
-
-    nice: int = 10
-    """0 to 19 (nice(2)); never less nice than the trainer."""
-    io_class: int | None = None
-    """ioprio_set(2): 1 real time, 2 best effort, 3 idle; None leaves it alone."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.nice <= 19:
-            raise ValueError(f"cpu_priority is {self.nice}, 0 to 19 is accepted")
-        if self.io_class not in (None, 0, 1, 2, 3):
-            raise ValueError(f"io_priority is {self.io_class}, None or 0 to 3 is accepted")
 
 
 class Ticket:
@@ -52,6 +36,8 @@ class Ticket:
         self._lock = threading.Lock()
         self.error: str | None = None
         """First line: what happened; a traceback may follow. None while it runs and when all is well."""
+        self.is_skipped = False
+        """It was not begun, for want of room."""
         self.seconds = 0.0
         """What the worker took."""
 
@@ -62,11 +48,11 @@ class Ticket:
     def wait(self, timeout_s: float | None = None) -> bool:
         return self._done.wait(timeout_s)
 
-    def resolve(self, error: str | None = None, seconds: float = 0.0) -> None:
+    def resolve(self, error: str | None = None, seconds: float = 0.0, *, is_skipped: bool = False) -> None:
         with self._lock:
             if self._done.is_set():
                 return
-            self.error, self.seconds = error, seconds
+            self.error, self.seconds, self.is_skipped = error, seconds, is_skipped
             self._done.set()
         for callback in self._callbacks:
             callback()
@@ -152,9 +138,11 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
-            arguments = map(str, (os.getpid(), theirs.fileno(), priority.nice, priority.io_class or 0))
+            how = msgspec.json.encode(priority).decode()
             self._process = subprocess.Popen(
-                interpreter.command_for(checkpoint_writer.MODULE, *arguments),
+                interpreter.command_for(
+                    checkpoint_writer.MODULE, str(os.getpid()), str(theirs.fileno()), how
+                ),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # not a process of the group that is killed with the trainer
