@@ -51,16 +51,6 @@ class EventTimes:
             self._free += (begun, ended)
         return {name: summary for name, times in samples.items() if (summary := summarize(times))}
 
-    @property
-    def uuid(self) -> str:
-        """Of the current GPU, as NVML writes it; empty if it can't be told."""
-        try:
-            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        except (RuntimeError, AssertionError):
-            return ""
-        uuid = getattr(properties, "uuid", None)
-        return f"GPU-{uuid}" if uuid is not None else ""
-
     def _event(self) -> Any:
         try:
             return self._free.pop()

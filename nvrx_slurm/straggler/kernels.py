@@ -8,14 +8,12 @@ number has no bound with changing shapes.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from nvrx_slurm.straggler.arrival import COLLECTIVE_KERNEL
 from nvrx_slurm.straggler.sections import GpuTimes
 from nvrx_slurm.straggler.statistic import Statistic, Summary
 
@@ -108,36 +106,9 @@ class KernelTimes:
         """Return the kernels of each section in the period of the last :meth:`summaries`."""
         return self._by_section
 
-    def section_of(self) -> Mapping[str, str]:
-        """Return the section in which each kernel spent most time in that period."""
-        most: dict[str, tuple[float, str]] = {}
-        for section, kernels in self._by_section.items():
-            for name, times in kernels.items():
-                spent = times[Statistic.AVG] * times[Statistic.NUM]
-                if name not in most or spent > most[name][0]:
-                    most[name] = spent, section
-        return {name: section for name, (_, section) in most.items()}
-
-    def collective_us(self) -> float:
-        """Return the mean time of a NCCL kernel in that period, NaN without one; see :mod:`.arrival`."""
-        waits = [
-            times
-            for kernels in self._by_section.values()
-            for name, times in kernels.items()
-            if COLLECTIVE_KERNEL in name
-        ]
-        count = sum(times[Statistic.NUM] for times in waits)
-        total = sum(times[Statistic.NUM] * times[Statistic.AVG] for times in waits)
-        return total / count if count else math.nan
-
     def record_counts(self) -> dict[str, int]:
         """Return what became of CUPTI's records since the start: ``kernels``, ``dropped`` and others."""
         return self._activity.counts()
-
-    @property
-    def uuid(self) -> str:
-        """Of the current GPU, as NVML writes it; empty if it can't be told."""
-        return self._fallback.uuid
 
     def _enter(self, section: str) -> int | None:
         """Enter a section with CUPTI; None if another tool has it, or it does not record."""

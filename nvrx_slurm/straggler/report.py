@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from nvrx_slurm.pace import Kernel, KernelTime
+from nvrx_slurm.straggler.arrival import lateness
 from nvrx_slurm.straggler.statistic import Summary
 
 
@@ -57,6 +58,15 @@ class Report:
     """Of the ranks; empty where they are not exchanged."""
     gpus: Mapping[int, str] = field(default_factory=dict)
     """The UUID of each rank's GPU, as far as it is known."""
+    collective_waits_us: Mapping[int, float] = field(default_factory=dict)
+    """The mean time of a NCCL kernel by rank, NaN without one; most of it is waiting for the last rank."""
+
+    def arrival_lateness_us(self) -> dict[int, float]:
+        """Return how much later than the first one each rank comes to a collective, in the mean.
+
+        It is told by ``collective_waits_us``, so it is right among ranks that take part in the same ones.
+        """
+        return lateness(self.collective_waits_us)
 
     def identify_stragglers(
         self,

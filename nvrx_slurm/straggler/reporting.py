@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nvrx_slurm.straggler.arrival import mean_wait_us
 from nvrx_slurm.straggler.exchange import Exchange
 from nvrx_slurm.straggler.names import Names
 from nvrx_slurm.straggler.report import Report
@@ -79,7 +80,7 @@ class ReportGenerator:
             relative_gpu = gpu_score(_references(self._kernels, fastest[count:]), kernels_of_its_own)
         rows = self._rows(
             exchange,
-            (relative_gpu, individual_gpu),
+            (relative_gpu, individual_gpu, mean_wait_us(kernels)),
             (relative_sections, individual_sections, section_medians),
         )
         if rows is None:
@@ -98,6 +99,7 @@ class ReportGenerator:
             gather_on_rank0=self._gathers,
             rank=exchange.rank,
             section_medians=of_sections[2],
+            collective_waits_us=gpu[2],
         )
 
     def individual(

@@ -30,11 +30,6 @@ class GpuTimes(Protocol):
         """Return what was measured since the last call, in microseconds by name."""
         ...
 
-    @property
-    def uuid(self) -> str:
-        """Of this rank's GPU, as NVML writes it; empty if it can't be told."""
-        ...
-
 
 class _Timed:
     """One passage; a section may be entered by several threads, and within itself."""

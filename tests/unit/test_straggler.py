@@ -366,8 +366,6 @@ class FakeGpu:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    uuid = ""
-
     def begin(self, section: str) -> object:
         return None
 
