@@ -63,6 +63,8 @@ class Hub:
         self._entered = 0
         self._arrived = 0
         self._completed = 0
+        self._stuck = 0
+        """How many have been stuck in this iteration: an upper bound of those that are."""
         self._expected = world_size
 
     @property
@@ -108,6 +110,7 @@ class Hub:
             case msg.Arrive():
                 self._arrive(state)
             case msg.Stuck():
+                self._stuck += not state.stuck
                 state.stuck = True
                 self._check_arrived()
             case msg.Complete() if self.phase is Phase.RUNNING and not state.completed:
@@ -177,7 +180,7 @@ class Hub:
         late = len(self._members) - self._arrived
         if late == 0:
             self._release()
-        elif self._arrived:
+        elif self._arrived and late <= self._stuck:
             stuck = [member for member, state in self._members.items() if state.stuck and not state.arrived]
             if len(stuck) == late:
                 for member in stuck:
@@ -198,7 +201,7 @@ class Hub:
         self._records = []
         self._recorded = set()
         self._gone_early = []
-        self._entered = self._arrived = self._completed = 0
+        self._entered = self._arrived = self._completed = self._stuck = 0
         for state in self._members.values():
             state.entered = state.arrived = state.completed = state.stuck = False
 
