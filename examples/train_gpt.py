@@ -105,8 +105,8 @@ class Ranks:
         return torch.stack(rows).cpu()
 
 
-def join_process_group(backend: str) -> Ranks:
-    """Meet the other ranks as torchrun's environment variables say; alone if there are none."""
+def join_process_group(backend: str, store: dist.Store | None = None) -> Ranks:
+    """Meet the other ranks in `store`, or as torchrun says in the environment; alone if it does not."""
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
@@ -124,7 +124,10 @@ def join_process_group(backend: str) -> Ranks:
         device = torch.device("cpu")
         torch.set_num_threads(1)  # the ranks are the parallelism, and one thread adds up in one order
     torch.use_deterministic_algorithms(True)
-    if "WORLD_SIZE" in os.environ:
+    if store is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    elif "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, init_method="env://")
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -331,7 +334,9 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(
+    argv: list[str] | None, add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> argparse.Namespace:
     run_dir = os.environ.get("NVRX_RUN_DIR")
     parser = argparse.ArgumentParser(
         description="Train a small character-level GPT on the Python standard library's source.",
@@ -386,6 +391,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         help="end, with a checkpoint, when a rank is slow for good",
     )
     add("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl where there is a GPU")
+    add_more(parser)
     options = parser.parse_args(argv)
     for name in ("steps", "ckpt_every", "batch", "block", "layers", "heads", "width"):
         if getattr(options, name) < 1:

@@ -1,0 +1,60 @@
+"""The example of in-process restart goes through five faults, and its loss curve does not show them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+OPTIONS = [
+    *("--layers", "1", "--heads", "2", "--width", "16", "--batch", "2", "--block", "16"),
+    *("--steps", "16", "--ckpt-every", "5", "--soft-timeout", "1.5"),
+]
+FAULTS = ("3:1:exception", "6:0:hang", "8:0:exception", "11:1:hang", "14:1:exception")
+
+sys.path.insert(0, str(EXAMPLES))
+from gpt.losses import read_losses  # noqa: E402
+
+
+def train(out: Path, *options: str) -> list[str]:
+    """Return the output of each rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, EXAMPLES / "train_inprocess.py", *OPTIONS, "--out", out, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCH_CPP_LOG_LEVEL": "error"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return said
+
+
+def test_five_faults_leave_no_trace_in_the_loss_curve(tmp_path: Path) -> None:
+    train(tmp_path / "undisturbed")
+    faults = [word for fault in FAULTS for word in ("--fault", fault)]
+    said = train(tmp_path / "disturbed", *faults)
+    assert "finished at step 16/16 in call 6" in said[0]
+    undisturbed = read_losses(tmp_path / "undisturbed/loss.jsonl")
+    assert sorted(undisturbed) == list(range(1, 17))
+    # To the last bit: read_losses also compares the steps that were done again.
+    assert read_losses(tmp_path / "disturbed/loss.jsonl") == undisturbed
