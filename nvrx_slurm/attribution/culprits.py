@@ -106,7 +106,7 @@ def _of_finding(choice: Choice, evidence: CycleEvidence) -> list[Culprit]:
         node = finding.node
     elif finding.source.kind is SourceKind.OUTPUT or place is None:
         exclude = Exclude.NO
-    named = _NAMED_NODE.search(finding.excerpt)
+    named = _NAMED_NODE.search(finding.excerpt) or _named_beside(choice)
     if node is None and named and family.id != "slurm.node_fail_notice":
         node = named.group(1)
         exclude = family.exclude if finding.trusted else Exclude.NO
@@ -114,6 +114,15 @@ def _of_finding(choice: Choice, evidence: CycleEvidence) -> list[Culprit]:
     if choice.tier is Tier.SYMPTOM and not finding.trusted:
         return []  # whoever reports a time-out only waited
     return _named_parts(finding, node, sure, exclude)
+
+
+def _named_beside(choice: Choice) -> re.Match[str] | None:
+    """Return the node that another trusted line of the same event names: Slurm tells it in several."""
+    first = choice.primary
+    if first is None or not first.trusted:
+        return None
+    same = (found for found, _ in choice.secondary if found.trusted and found.family.id == first.family.id)
+    return next((named for found in same if (named := _NAMED_NODE.search(found.excerpt))), None)
 
 
 def _named_parts(finding: Finding, node: str | None, sure: float, exclude: Exclude) -> list[Culprit]:

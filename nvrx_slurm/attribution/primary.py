@@ -17,6 +17,7 @@ from nvrx_slurm.attribution.logs.scan import Scan
 _KERNEL_BEFORE_S = 15 * 60
 _KERNEL_AFTER_S = 2 * 60
 _AFTER_SYMPTOM_S = 1.0
+_SAME_EVENT_S = 5.0
 _MAX_SECONDARY = 20
 _HARD = 83
 """Strength from which Slurm's and the launcher's own words outweigh every log."""
@@ -97,6 +98,8 @@ class _Judge:
 
     def competes(self, finding: Finding, scan: Scan) -> bool:
         """Tell whether training did not go on after the finding."""
+        if not finding.of_job:
+            return False
         if finding.source.kind is SourceKind.KERNEL:
             return self._in_time(finding)
         behind = scan.progress.advances - finding.epoch
@@ -174,12 +177,15 @@ def choose(scans: Sequence[Scan]) -> Choice:
     judge = _Judge(scans)
     competing: list[_Ranked] = []
     recovered: list[Finding] = []
+    others_words: list[Finding] = []
     order = 0
     for scan in scans:
         for finding in sorted(scan.findings, key=lambda f: f.line):
             order += 1
             if judge.competes(finding, scan):
                 competing.append(_Ranked(finding, judge.tier(finding), order, judge.aligned(finding)))
+            elif not finding.of_job:
+                others_words.append(finding)
             elif finding.family.role is Role.ROOT:
                 recovered.append(finding)
     competing.sort(key=_Ranked.key)
@@ -187,8 +193,17 @@ def choose(scans: Sequence[Scan]) -> Choice:
         rest = tuple((r.finding, Relation.UNRELATED) for r in competing[:_MAX_SECONDARY])
         return Choice(secondary=rest, recovered=tuple(recovered))
     first, *others = competing
-    secondary = tuple((r.finding, _relation(first, r)) for r in others[:_MAX_SECONDARY])
-    return Choice(first.finding, first.tier, secondary, tuple(recovered))
+    confirming = [found for found in others_words if _says_the_same(first.finding, found)]
+    secondary = [(found, Relation.CONFIRMS) for found in confirming]
+    secondary += [(r.finding, _relation(first, r)) for r in others]
+    return Choice(first.finding, first.tier, tuple(secondary[:_MAX_SECONDARY]), tuple(recovered))
+
+
+def _says_the_same(first: Finding, other: Finding) -> bool:
+    """Tell whether a line of Slurm's that names no job is about the same event."""
+    if other.family.id != first.family.id or first.ts is None or other.ts is None:
+        return False
+    return abs(other.ts - first.ts) <= _SAME_EVENT_S
 
 
 def _relation(first: _Ranked, other: _Ranked) -> Relation:

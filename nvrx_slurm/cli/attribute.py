@@ -70,12 +70,18 @@ def main() -> None:
 
 
 @main.command("log")
-@click.argument("files", nargs=-1, required=True, type=_PATH)
+@click.argument("files", nargs=-1, type=_PATH)
 @click.option(
     "--kernel-log", "kernel", multiple=True, metavar="NODE=FILE", help="A node's kernel log: its words prove."
 )
 @click.option(
     "--slurm-log", "slurm", multiple=True, type=_PATH, help="What Slurm itself wrote, no program's output."
+)
+@click.option(
+    "--job",
+    default="",
+    metavar="JOBID",
+    help="In --slurm-log, which may tell of many jobs, only this one counts.",
 )
 @click.option("--dumps", type=_PATH, help="Directory of Flight Recorder dumps of the same stall.")
 @_checkpoints_option
@@ -89,6 +95,7 @@ def log_command(
     files: tuple[Path, ...],
     kernel: tuple[str, ...],
     slurm: tuple[Path, ...],
+    job: str,
     dumps: Path | None,
     checkpoints: Path | None,
     rules_file: Path | None,
@@ -102,8 +109,10 @@ def log_command(
     from nvrx_slurm.attribution.evidence import CycleEvidence
     from nvrx_slurm.attribution.logs.finding import Source, SourceKind
 
+    if not (files or slurm or kernel):
+        raise _Refused("nothing to read: give it logs, or --slurm-log or --kernel-log")
     sources = [Source(path) for path in files]
-    sources += [Source(path, SourceKind.SCHEDULER) for path in slurm]
+    sources += [Source(path, SourceKind.SCHEDULER, job=job) for path in slurm]
     for argument in kernel:
         node, equals, path = argument.partition("=")
         if not (node and equals and path):
@@ -112,7 +121,9 @@ def log_command(
     for source in sources:
         _must_be_readable(source.path)
     rules, config = _load(rules_file, policy_file)
-    evidence = _with_checkpoints(CycleEvidence(logs=tuple(sources), dumps=_directory(dumps)), checkpoints)
+    evidence = _with_checkpoints(
+        CycleEvidence(job=job, logs=tuple(sources), dumps=_directory(dumps)), checkpoints
+    )
     result = (
         _follow(evidence, rules, config, quiet=as_json) if follow else _attribute(evidence, rules, config)
     )

@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 import click
 
 from nvrx_slurm.cli.parameters import Count
-from nvrx_slurm.coordinator.limits import NO_RESTART_CODE, Limits, StopAction, StragglerAction
+from nvrx_slurm.coordinator.limits import (
+    NO_RESTART_CODE,
+    VERDICT_PATIENCE_S,
+    Limits,
+    StopAction,
+    StragglerAction,
+)
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -73,6 +79,8 @@ def limit_options(command: _F) -> _F:
         straggler_action: str,
         **kwargs: Any,
     ) -> Any:
+        action = StopAction(fault_tolerance.attribution_stop_action)
+        waits = fault_tolerance.attribution and action is StopAction.NO_RESTART
         limits = Limits(
             max_no_progress_cycles=fault_tolerance.max_no_progress_cycles,
             min_progress_iterations=fault_tolerance.min_progress_iterations,
@@ -80,7 +88,8 @@ def limit_options(command: _F) -> _F:
             max_restarts_per_hour=max_restarts_per_hour,
             exclude_after=exclude_after,
             straggler_action=StragglerAction(straggler_action),
-            attribution_stop_action=StopAction(fault_tolerance.attribution_stop_action),
+            attribution_stop_action=action,
+            verdict_patience_s=VERDICT_PATIENCE_S if waits else 0.0,
         )
         return command(*args, fault_tolerance=fault_tolerance, limits=limits, **kwargs)
 

@@ -408,7 +408,7 @@ class CycleMachine:
                 self._end_for_lack_of_nodes(end)
             case Arm() as arm:
                 self._do(arm)
-            case tuple() as nodes if not self._formation.delayed:
+            case tuple() as nodes if not self._formation.waits_for:
                 self._start_cycle(nodes)
             case None if self.active:
                 awaited = self._formation.wait_once()
@@ -585,12 +585,25 @@ class CycleMachine:
         self.budget.spend(self._now)
         self.cycle += 1
         self._restart_why = blame.why
+        self._wait_before_the_next(ended=self.cycle - 1)
+        self._form_again()
+
+    def _wait_before_the_next(self, ended: int) -> None:
         delay = self._judgement.delay(self._now)
         if delay is not None:
-            self._formation.delayed = True
             self._write(journal.RestartDelayed(seconds=delay.seconds, rule=delay.rule, why=delay.why))
-            self._do(Arm(Timer.DELAY, delay.seconds))
-        self._form_again()
+            self._wait(Timer.DELAY, delay.seconds)
+        patience_s = self._judgement.patience(ended, self._current, self._now)
+        if patience_s > 0:
+            self._wait(Timer.VERDICT, patience_s)
+
+    def _wait(self, timer: Timer, seconds: float) -> None:
+        self._formation.waits_for.add(timer)
+        self._do(Arm(timer, seconds))
+
+    def _wait_no_more(self, timer: Timer) -> None:
+        self._formation.waits_for.discard(timer)
+        self._form()
 
     def _form_again(self) -> None:
         self.phase = Phase.FORMING
@@ -658,6 +671,9 @@ class CycleMachine:
             return
         useless = self._judgement.useless(self._current if self.phase in _AT_WORK else None, self._now)
         if useless is None:
+            if self._formation.waits_for and not self._judgement.awaited:
+                self._do(Disarm(Timer.VERDICT))
+                self._wait_no_more(Timer.VERDICT)
             return
         end, verdict = useless
         self._write(verdict)
@@ -803,9 +819,8 @@ class CycleMachine:
             case Timer.FORM_GRACE if self.phase is Phase.FORMING:
                 self._formation.grace_over = True
                 self._form()
-            case Timer.DELAY if self.phase is Phase.FORMING:
-                self._formation.delayed = False
-                self._form()
+            case Timer.DELAY | Timer.VERDICT if self.phase is Phase.FORMING:
+                self._wait_no_more(timer)
             case Timer.PROBE if self.phase is Phase.DIAGNOSING:
                 self._diagnosed()
             case Timer.CONSULT if self.phase is Phase.CONSULTING and self._is_alone:

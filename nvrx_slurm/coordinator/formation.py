@@ -15,8 +15,8 @@ class Formation:
     def __init__(self, policy: Policy, members: Membership, budget: Budget) -> None:
         self.grace_over = False
         """The first cycle waits no more for nodes that would be spares."""
-        self.delayed = False
-        """The next cycle waits although its nodes are here."""
+        self.waits_for: set[Timer] = set()
+        """Why the next cycle waits although its nodes are here: a delay, or a verdict."""
         self._policy = policy
         self._members = members
         self._budget = budget

@@ -75,8 +75,11 @@ class Hindsight:
 
         ``current`` runs, None: no cycle does. One that may have trained goes on until a fault ends it.
         """
-        if current is not None and current.signs.trained:
-            return None
-        if current is not None and not current.signs.monitored and now - current.began >= EARLY_S:
+        if current is not None and may_have_trained(current, now):
             return None
         return self._found
+
+
+def may_have_trained(cycle: RunningCycle, now: float) -> bool:
+    """Tell whether a cycle, which may have ended at ``now``, has come to train, or nobody can tell."""
+    return cycle.signs.trained or (not cycle.signs.monitored and now - cycle.began >= EARLY_S)

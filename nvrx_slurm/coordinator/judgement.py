@@ -8,7 +8,7 @@ from nvrx_slurm import journal
 from nvrx_slurm.coordinator import steps
 from nvrx_slurm.coordinator.blame import Blame
 from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
-from nvrx_slurm.coordinator.hindsight import Delay, Hindsight, Useless
+from nvrx_slurm.coordinator.hindsight import Delay, Hindsight, Useless, may_have_trained
 from nvrx_slurm.coordinator.past import FRUITLESS_ATTEMPTS, Fruits
 from nvrx_slurm.coordinator.policy import EXIT_FAILED, EXIT_RESTART_ELSEWHERE, Policy
 from nvrx_slurm.coordinator.running_cycle import RunningCycle
@@ -45,6 +45,8 @@ class Judgement:
         self._hindsight = Hindsight(policy.limits.attribution_stop_action)
         self._blamed: dict[int, FaultDetected] = {}
         """Of the last cycles, the fault that was held to be the cause."""
+        self._unattributed: dict[int, bool] = {}
+        """Cycles that logs and traces have told nothing of yet; whether each may have trained."""
         self._scored = policy.first_cycle
         """The cycle that was scored last."""
 
@@ -102,6 +104,7 @@ class Judgement:
 
     def attributed(self, event: steps.CycleAttributed, now: float) -> None:
         """Take whom they blame, and whether another try is of use."""
+        self._unattributed.pop(event.cycle, None)
         fault = self._blamed.pop(event.cycle, None)
         hung = event.hung
         if fault is not None and fault.kind is FaultKind.HANG and hung is not None and hung != fault.node:
@@ -116,6 +119,24 @@ class Judgement:
     def delay(self, now: float) -> Delay | None:
         """Return how long the restart that has just been decided waits; None: not at all."""
         return self._hindsight.take_delay(now)
+
+    def patience(self, number: int, cycle: RunningCycle, now: float) -> float:
+        """Return how long the next cycle waits for the verdict on the last but one; 0: it does not.
+
+        The first restart waits for nothing. But a program that fails as soon as it starts could have failed a
+        dozen times before anything is found out.
+        """
+        if self._limits.verdict_patience_s <= 0:
+            return 0.0
+        began_to_stop = now if cycle.stop_began is None else cycle.stop_began
+        trained = self._unattributed[number] = may_have_trained(cycle, began_to_stop)
+        waits = not trained and self._unattributed.get(number - 1) is False
+        return self._limits.verdict_patience_s if waits else 0.0
+
+    @property
+    def awaited(self) -> bool:
+        """Tell whether the verdict is still to come on the last cycle but one that has ended."""
+        return len(self._unattributed) > 1
 
     def useless(self, current: RunningCycle | None, now: float) -> tuple[steps.End, journal.Verdict] | None:
         """Return how the job ends now because another try is of no use; ``current`` runs, None: none does."""

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 
 NO_RESTART_CODE = 93
+VERDICT_PATIENCE_S = 10.0
+"""How long a third try waits to learn whether it is of use."""
 
 
 class StopAction(str, enum.Enum):
@@ -42,3 +44,6 @@ class Limits:
     """Faults of its own after which a node leaves the job if a spare can take its place; 0: never."""
     attribution_stop_action: StopAction = StopAction.LOG
     straggler_action: StragglerAction = StragglerAction.LOG
+    verdict_patience_s: float = 0.0
+    """How long, after two cycles in a row that have not trained, the next waits for the verdict on the first;
+    0: it does not, or nobody attributes."""

@@ -23,6 +23,7 @@ class Timer(enum.Enum):
     CONSULT = "consult"
     REJOIN = "rejoin"
     DELAY = "delay"
+    VERDICT = "verdict"
 
 
 # --- events ------------------------------------------------------------------------------------------

@@ -184,8 +184,7 @@ def _requeue_changed(client: SlurmClient, job: Job, plan: RequeuePlan) -> None:
             client.update_job(job_id, ExcNodeList=compress_hostlist(plan.exclude))
         if plan.num_nodes is not None:
             client.update_job(job_id, NumNodes=str(plan.num_nodes))
-        if not plan.held:
-            client.update_job(job_id, StartTime=f"now+{plan.start_in_s}")
+        client.update_job(job_id, StartTime=f"now+{plan.start_in_s}")
         seen = client.job(job_id).excluded_nodes
         if set(seen) != set(plan.exclude):
             raise SlurmRefusedError(f"it still excludes {compress_hostlist(seen) or 'nothing'}")

@@ -49,6 +49,14 @@ def test_a_missing_module_ends_the_job_in_its_second_try(job: MakeJob) -> None:
     assert it.nothing_is_left()
 
 
+def test_a_program_that_fails_at_once_has_two_tries(job: MakeJob) -> None:
+    it = job(
+        RANK + "import no_such_module", *NO_RESTART, "--max-restarts", "50", "--max-no-progress-cycles", "0"
+    )
+    assert it.run() == 93, it.stderr
+    assert len(it.events(CycleStarted)) == 2, it.stderr
+
+
 def test_an_exception_that_repeats_without_progress_ends_the_job_after_its_second_try(job: MakeJob) -> None:
     script = RANK + "if cycle == 1:\n    wait_for('go')\nif cycle < 2:\n    raise ValueError('bad sample')\n"
     it = job(script + "wait_for('what nobody makes')", *NO_RESTART, "--max-restarts", "50").start()

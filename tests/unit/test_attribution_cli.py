@@ -260,3 +260,27 @@ def test_the_help_starts_in_no_time_and_without_torch() -> None:
     assert time.monotonic() - began < 30
     names = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert not names & {"torch", "numpy", "grpc", "yaml", "rich"}
+
+
+SLURMCTLD = """\
+[2026-12-01T12:43:10.100] error: Could not open job state file /var/spool/job_state: No such file or directory
+[2026-12-01T12:43:19.213] error: Prolog launch failure, JobId=2
+[2026-12-01T12:43:19.239] error: validate_node_specs: Prolog or job env setup failure on node n6, draining
+[2026-12-01T12:44:48.337] Time limit exhausted for JobId=6
+[2026-12-01T13:44:48.337] error: validate_node_specs: Prolog or job env setup failure on node n9, draining
+"""
+
+
+@pytest.mark.parametrize(
+    ("job", "category", "exclude"),
+    [("2", "slurm.prolog_failed", ["n6"]), ("6", "slurm.time_limit", []), ("12", None, [])],
+)
+def test_of_slurmctlds_log_only_one_jobs_lines_and_what_they_go_with_count(
+    tmp_path: Path, job: str, category: str | None, exclude: list[str]
+) -> None:
+    log = tmp_path / "slurmctld.log"
+    log.write_text(SLURMCTLD)
+    done = run("log", "--slurm-log", log, "--job", job, "--json")
+    said = json.loads(done.stdout)
+    assert (said["primary"] and said["primary"]["category"]) == category
+    assert said["decision"]["exclude"] == exclude

@@ -205,6 +205,37 @@ class TestHold:
         assert (job.end.code, job.end.hold) == (128 + signal.SIGINT, False)
 
 
+class TestThirdTry:
+    def running(self, **options: object) -> Job:
+        return running(max_no_progress_cycles=0, verdict_patience_s=10.0, **options)
+
+    def test_it_waits_until_the_first_has_been_looked_at(self) -> None:
+        job = self.running().fails()
+        assert job.phase is Phase.RUNNING, "the second try is at once"
+        job.fails()
+        assert (job.phase, job.timers[steps.Timer.VERDICT]) == (Phase.FORMING, 10.0)
+        job.feed(steps.CycleAttributed(0))
+        assert (job.phase, steps.Timer.VERDICT in job.timers) == (Phase.RUNNING, False)
+        assert len(job.started) == 3
+
+    def test_so_what_comes_again_has_two_tries(self) -> None:
+        job = useless(self.running().fails().fails(), 0)
+        assert job.end.code == 93
+        assert len(job.started) == 2
+
+    def test_it_does_not_wait_for_long(self) -> None:
+        job = self.running().fails().fails().fire(steps.Timer.VERDICT)
+        assert job.phase is Phase.RUNNING
+
+    def test_nor_for_a_cycle_that_has_trained_or_nobody_attributes(self) -> None:
+        assert self.running().trains(5).fails().fails().phase is Phase.RUNNING
+        assert self.running().fails().trains(5).fails().phase is Phase.RUNNING
+        assert running(max_no_progress_cycles=0).fails().fails().phase is Phase.RUNNING
+
+    def test_a_signal_ends_the_wait(self) -> None:
+        assert self.running().fails().fails().signal(signal.SIGINT).end.code == 128 + signal.SIGINT
+
+
 class TestDelay:
     def waiting(self) -> Job:
         job = delayed(running(max_no_progress_cycles=0).fails(), 0)

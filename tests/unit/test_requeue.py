@@ -91,7 +91,7 @@ def test_a_job_on_hold_is_requeued_and_not_released() -> None:
     slurm = _Slurm()
     plan = requeue(slurm, "7", ["n2"], hold=True)
     assert plan.held
-    assert slurm.orders == ["hold", "ExcNodeList"]
+    assert slurm.orders == ["hold", "ExcNodeList", "StartTime"]
     assert slurm.job_now.excluded_nodes == ("n9", "n2")
     assert not requeue(_Slurm(), "7", ["n2"]).held
 

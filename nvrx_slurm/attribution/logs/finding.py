@@ -36,6 +36,8 @@ class Source:
     kind: SourceKind = SourceKind.OUTPUT
     rank: int | None = None
     node: str | None = None
+    job: str = ""
+    """The job whose lines count in what Slurm wrote of many; empty: all of them."""
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Finding:
     frame: str = ""
     timeout_s: float | None = None
     """The time-out that a collective's report names."""
+    of_job: bool = True
+    """False: the source is of many jobs, and the line names none: it can only confirm."""
 
     @property
     def trusted(self) -> bool:

@@ -47,6 +47,7 @@ _FLOOD = 256
 _LOOK = 64
 """Of the rest each such, and after many fewer: they may name other ranks."""
 _TIMEOUT = re.compile(r"Timeout\(ms\)=(\d{1,12})|waiting (\d{1,12}) ?ms")
+_JOB = re.compile(r"\b(?:job|step)_?id[=: ]{1,2}(\d{1,12})|\bjob[ _](\d{1,12})\b", re.I)
 _SMALL = re.compile(r"-?\b\d{1,3}\b")
 
 
@@ -264,7 +265,11 @@ class LogScanner:
             if not _DIGITS_DECIDE.search(skeleton) and len(skeleton) <= _MAX_SKELETON:
                 self._kinds[skeleton] = _HARMLESS
             return
+        of_job = self._of_job(whole)
+        if of_job is False:
+            return
         finding = self._found(rule.family, prefix, whole, number)
+        finding.of_job = of_job is not None or not self.scan.source.job
         if finding.count > _FLOOD and b"xid" not in skeleton and len(skeleton) <= _MAX_SKELETON:
             flood = self._kinds.get(skeleton)
             if not isinstance(flood, _Flood) or flood.finding is not finding:
@@ -286,6 +291,12 @@ class LogScanner:
         flood.finding.count += 1
         flood.finding.last_line = number
         return True
+
+    def _of_job(self, line: str) -> bool | None:
+        """Tell whether a line of Slurm's names the source's job; None: it names no job, or all count."""
+        job = self.scan.source.job
+        named = {found.group(1) or found.group(2) for found in _JOB.finditer(line)} if job else set()
+        return job in named if named else None
 
     def _continues_traceback(self, raw: bytes, number: int) -> bool:
         whole = clip(raw.decode("utf-8", "replace"))
@@ -311,6 +322,8 @@ class LogScanner:
         self._settle()
         scan = self.scan
         message = f"{key} {shape(prefix.text)}"
+        if self.scan.source.job:
+            message = f"{number} {message}"  # of this job are few
         rank, epoch = self._rank(prefix), scan.progress.advances
         found = self._findings.get((family.id, message))
         if found is None:
