@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvrx_slurm.straggler import Detector
 from tests.unit.kernel_records import (
     CONCURRENT_KERNEL,
     DISTANCE,
@@ -23,6 +26,7 @@ from tests.unit.kernel_records import (
 )
 
 cupti = extension()
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def aggregate(*batches: Any) -> dict[str, Any]:
@@ -337,6 +341,31 @@ def test_a_collector_ends_in_a_fork_too() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert collector.feed(kernels("k", [1000])) == 0
     assert collector.drain(10_000)
+
+
+def test_the_benchmark_counts_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows = importlib.import_module("straggler")._kernel_rows(200_000)
+    found = {row.metric: row.p50 for row in rows}
+    assert found["records of all kinds"] > 0
+    assert found["memory per kernel and section"] <= 1024
+
+
+def test_the_gpu_script_runs_the_same_steps_with_and_without_sections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("straggler_gpu")
+    Detector.initialize()
+    try:
+        rows = script.overhead(script.Training("cpu", width=64, layers=1, batch=1, length=8), 2)
+    finally:
+        Detector.shutdown()
+    assert {(row.who, row.metric) for row in rows} == {
+        ("floor", "step"),
+        ("ours", "step"),
+        ("ours", "more than without"),
+    }
 
 
 def test_kinds_of_kernel_records_are_the_same_to_it() -> None:
