@@ -70,6 +70,19 @@ class AbortTorchDistributed(Abort):
         return state
 
 
+def forget_attempts() -> None:
+    """Have all ranks name their next groups alike; call it when no group is left.
+
+    torch numbers groups and counts those whose making was interrupted, too; a rank that had not begun would
+    name the same group otherwise, and wait for the others for ever (``_process_group_name``).
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        world = torch.distributed.distributed_c10d._world
+        if not world.pg_map:
+            world.group_count = 0
+
+
 def _end_groups(torch: Any, deadline: float) -> None:
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
     aborts = [in_thread(partial(backend.abort), "nvrx-abort") for backend in _nccl_backends(torch, groups)]

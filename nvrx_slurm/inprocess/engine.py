@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from nvrx_slurm.inprocess import injection
-from nvrx_slurm.inprocess.abort import AbortTorchDistributed
+from nvrx_slurm.inprocess.abort import AbortTorchDistributed, forget_attempts
 from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
 from nvrx_slurm.inprocess.call_wrapper import CallWrapper, release_all
 from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError, RankShouldRestart
+from nvrx_slurm.inprocess.gloo_sockets import shut_gloo_connections
 from nvrx_slurm.inprocess.link import Link, describe
 from nvrx_slurm.inprocess.monitor_thread import (
     Interrupted,
@@ -65,6 +67,7 @@ class Engine:
         self._args = args
         self._kwargs = kwargs
         self._state = State.from_env()
+        self._excepthook = sys.excepthook
         self._monitor: MonitorThread | None = None
         self._assigned: HubStore | None = None
         """The part of the store that the last assignment used."""
@@ -78,6 +81,8 @@ class Engine:
         self._link = Link(self._supervisor_settings(), self._tick_s())
         with contextlib.ExitStack() as resources:
             resources.callback(self._close)
+            # torch wraps it with every process group that is made.
+            resources.callback(setattr, sys, "excepthook", self._excepthook)
             try:
                 self._begin(resources)
                 result = self._iterate()
@@ -117,7 +122,9 @@ class Engine:
         self._injected = injection.parameters_of_type(self._function, CallWrapper)
         self._assign(frozenset())
         self._user_code = UserCode()
-        self._monitor = MonitorThread(self._link, self._user_code, self._call.lock, self._abort)
+        self._monitor = MonitorThread(
+            self._link, self._user_code, self._call.lock, self._abort, self._unblock
+        )
         self._monitor.start()
 
     def _supervisor_settings(self) -> Settings:
@@ -205,6 +212,8 @@ class Engine:
         if wrapper.abort is not None and dist.is_initialized():
             # The function was about to make it when the abort ran.
             AbortTorchDistributed()(state.freeze())
+        forget_attempts()
+        sys.excepthook = self._excepthook
         if not is_own:
             watch = Stopwatch(link.interrupted_at)
         # Those whose exception follows from another rank's fault are no culprits.
@@ -275,10 +284,15 @@ class Engine:
         """
         gc.collect(2 if torch.cuda.is_initialized() else 1)
 
-    def _abort(self) -> None:
+    def _unblock(self) -> None:
+        """End what the function may wait in for a rank that never comes, a group that it makes included."""
         if self._link.page.words[Word.PHASE] == Phase.USER:
-            # The function may wait there for a rank that never comes.
             self._store.interrupt()
+            if self._wrapper.abort is not None:
+                shut_gloo_connections()
+
+    def _abort(self) -> None:
+        self._unblock()
         if self._wrapper.abort is not None:
             self._wrapper.abort(self._state.freeze())
 

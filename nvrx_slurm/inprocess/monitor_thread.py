@@ -19,7 +19,7 @@ from nvrx_slurm.supervisor.page import Word
 __all__ = ["MonitorThread", "RankShouldRestart"]
 
 _log = logging.getLogger("nvrx_slurm.inprocess")
-_FIRST_PAUSE_S = 0.05
+_FIRST_PAUSE_S = 0.025
 _LONGEST_PAUSE_S = 2.0
 _set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exc.argtypes = [ctypes.c_ulong, ctypes.py_object]
@@ -121,17 +121,25 @@ class MonitorThread(threading.Thread):
         link: tells of interruptions.
         user_code: is to be interrupted.
         atomic: held by the function while nothing may be aborted.
-        abort: called with the iteration that is interrupted; its exceptions are logged.
+        abort: called once for each; its exceptions are logged.
+        unblock: called again and again after it, until the main thread is out of the function: what that is
+            blocked in may not have been there when ``abort`` ran.
     """
 
     def __init__(
-        self, link: Link, user_code: UserCode, atomic: threading.RLock, abort: Callable[[], None]
+        self,
+        link: Link,
+        user_code: UserCode,
+        atomic: threading.RLock,
+        abort: Callable[[], None],
+        unblock: Callable[[], None],
     ) -> None:
         super().__init__(name="nvrx-inprocess-monitor", daemon=True)
         self._link = link
         self._user_code = user_code
         self._atomic = atomic
         self._abort = abort
+        self._unblock = unblock
 
     def run(self) -> None:
         while (trouble := self._link.next_trouble()) is not None:
@@ -157,6 +165,8 @@ class MonitorThread(threading.Thread):
             while not self._link.wait_noticed(iteration, pause):
                 with self._atomic:
                     self._user_code.interrupt(kind)
+                    if pause:
+                        self._unblock()
                 pause = min(max(_FIRST_PAUSE_S, pause * 2), _LONGEST_PAUSE_S)
 
 

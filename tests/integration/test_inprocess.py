@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_SCRIPT = Path(__file__).with_name("inprocess_ranks.py")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from bench.inprocess_ranks.client import Rank, Ranks
+
 _HANGS = {
     "soft_timeout": 1.0,
     "hard_timeout": 20.0,
@@ -25,86 +22,29 @@ _HANGS = {
 """Time-outs of the wrapper, seconds; all others are far away."""
 
 
-@dataclass(frozen=True)
-class Rank:
-    exit: int
-    events: list[dict[str, Any]]
+class Scenarios:
+    """Runs plans whose ranks must all end by themselves and leave nothing."""
 
-    def all(self, event: str) -> list[dict[str, Any]]:
-        return [each for each in self.events if each["event"] == event]
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
-    def one(self, event: str) -> dict[str, Any]:
-        (found,) = self.all(event)
-        return found
-
-    @property
-    def entered(self) -> list[int]:
-        return [each["iteration"] for each in self.all("enter")]
-
-    def records(self, iteration: int) -> set[tuple[int, str]]:
-        """What ended the iteration before this one."""
-        (entry,) = [each for each in self.all("enter") if each["iteration"] == iteration]
-        return {(rank, kind) for rank, kind in entry["records"]}
-
-
-class Ranks:
-    """Runs scenarios; see the script."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "error"}
-        environ["PYTHONPATH"] = str(_SCRIPT.parents[2])
-        self._process = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), "--quiet"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        self._count = 0
-
-    def run(
-        self, *faults: list[tuple[int, str]], world_size: int = 3, scenario: str = "planned", **plan: Any
-    ) -> list[Rank]:
-        """Run a plan; every rank must have ended by itself, and nothing of it be left."""
-        self._count += 1
-        directory = self._directory / str(self._count)
-        directory.mkdir()
-        request = {
-            "scenario": scenario,
-            "world_size": world_size,
-            "directory": str(directory),
-            "env": plan.pop("env", {}),
-            "plan": {"faults": faults, **plan},
-            "timeout": 60,
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        assert select.select([self._process.stdout], [], [], 100)[0], "the script does not answer"
-        answer = json.loads(self._process.stdout.readline())
-        assert answer["hung"] == [], answer
-        assert not answer["left_behind"], "a supervisor is still there"
-        ranks = [Rank(**rank) for rank in answer["ranks"]]
-        for rank in ranks:
+    def run(self, *faults: list[tuple[int, str]], world_size: int = 3, **plan: Any) -> list[Rank]:
+        """Run a plan: what happens in each iteration, and more; see the script."""
+        outcome = self._ranks.run({"faults": faults, **plan}, world_size, "planned")
+        assert outcome.hung == [], outcome
+        assert not outcome.left_behind, "a supervisor is still there"
+        for rank in outcome.ranks:
             for end in rank.all("end"):
                 assert end["threads"] == ["MainThread"]
                 assert end["memfds"] == 0
                 assert end["sockets"] == 0
-        return ranks
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.kill()
-        self._process.wait()
+        return outcome.ranks
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
     server = Ranks(tmp_path_factory.mktemp("inprocess"))
-    yield server
+    yield Scenarios(server)
     server.close()
 
 
@@ -120,7 +60,7 @@ def all_returned(ranks: list[Rank], world_size: int | None = None) -> None:
         assert rank.exit == 0
 
 
-def test_after_exceptions_all_ranks_enter_again_also_out_of_a_blocked_all_reduce(ranks: Ranks) -> None:
+def test_after_exceptions_all_ranks_enter_again_also_out_of_a_blocked_all_reduce(ranks: Scenarios) -> None:
     """S1, S14; exceptions that can't be copied or pickled are exceptions like all others."""
     done = ranks.run([(1, "exception")], [(0, "uncopyable"), (2, "exception")], others="gloo")
     all_returned(done)
@@ -140,7 +80,7 @@ def test_after_exceptions_all_ranks_enter_again_also_out_of_a_blocked_all_reduce
     assert done[0].all("finalize")[1]["exception"] == "TwoArguments"
 
 
-def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Ranks) -> None:
+def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Scenarios) -> None:
     """S2, BUG-2: all others blocked in an all-reduce, or in a barrier of the store."""
     done = ranks.run([(0, "sigkill")], [(2, "segfault")], world_size=4, others="gloo")
     all_returned(done, 2)
@@ -150,7 +90,7 @@ def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Rank
     assert [each["rank"] for each in done[3].all("enter")] == ["3", "2", "1"]
 
 
-def test_a_rank_that_leaves_lets_the_others_restart_rank_0_too(ranks: Ranks) -> None:
+def test_a_rank_that_leaves_lets_the_others_restart_rank_0_too(ranks: Scenarios) -> None:
     """S3, S12, BUG-3: SystemExit, KeyboardInterrupt; then the function asks for a restart itself."""
     done = ranks.run([(0, "exit")], [(1, "keyboard")], [(2, "restart")], world_size=4)
     all_returned(done, 2)
@@ -165,7 +105,7 @@ def test_a_rank_that_leaves_lets_the_others_restart_rank_0_too(ranks: Ranks) -> 
     assert done[3].records(3) == {(0, "EXCEPTION")}
 
 
-def test_a_rank_without_ping_restarts_and_all_survive_whatever_they_are_blocked_in(ranks: Ranks) -> None:
+def test_a_rank_without_ping_restarts_and_all_survive_whatever_they_are_blocked_in(ranks: Scenarios) -> None:
     """S5, BUG-1: steady signs of life from elsewhere hide nothing."""
     done = ranks.run([(1, "livelock")], [(2, "livelock")], others="gloo", times=_HANGS)
     all_returned(done)
@@ -175,7 +115,9 @@ def test_a_rank_without_ping_restarts_and_all_survive_whatever_they_are_blocked_
 
 
 @pytest.mark.parametrize("kind", ["block", "gil", "sigstop"])
-def test_a_rank_that_nothing_unblocks_is_killed_as_soon_as_all_others_wait(ranks: Ranks, kind: str) -> None:
+def test_a_rank_that_nothing_unblocks_is_killed_as_soon_as_all_others_wait(
+    ranks: Scenarios, kind: str
+) -> None:
     """S6: long before the hard time-out, which is 20 s."""
     done = ranks.run([(1, kind)], times=_HANGS)
     all_returned(done, 2)
@@ -185,7 +127,7 @@ def test_a_rank_that_nothing_unblocks_is_killed_as_soon_as_all_others_wait(ranks
 
 
 def test_when_the_process_of_the_hub_is_killed_all_end_with_an_error_that_says_so(
-    ranks: Ranks,
+    ranks: Scenarios,
 ) -> None:
     """BUG-2: never a hang."""
     done = ranks.run([(1, "hub")])
@@ -200,7 +142,7 @@ def test_when_the_process_of_the_hub_is_killed_all_end_with_an_error_that_says_s
     assert "supervisor process has ended" in done[0].one("raised")["text"]
 
 
-def test_a_rank_whose_supervisor_is_killed_leaves_at_once_and_the_others_go_on(ranks: Ranks) -> None:
+def test_a_rank_whose_supervisor_is_killed_leaves_at_once_and_the_others_go_on(ranks: Scenarios) -> None:
     """S8: nobody waits for a heartbeat that does not come."""
     done = ranks.run([(2, "supervisor")], others="gloo")
     all_returned(done, 2)
@@ -209,13 +151,15 @@ def test_a_rank_whose_supervisor_is_killed_leaves_at_once_and_the_others_go_on(r
 
 
 @pytest.mark.parametrize("others", ["swallow", "del"])
-def test_a_function_that_swallows_the_interruption_is_interrupted_again(ranks: Ranks, others: str) -> None:
+def test_a_function_that_swallows_the_interruption_is_interrupted_again(
+    ranks: Scenarios, others: str
+) -> None:
     """BUG-9: and never is the wrapper's own code."""
     done = ranks.run([(1, "exception")], others=others)
     all_returned(done)
 
 
-def test_faults_of_plug_ins_end_one_rank_or_restart_all_as_is_documented(ranks: Ranks) -> None:
+def test_faults_of_plug_ins_end_one_rank_or_restart_all_as_is_documented(ranks: Scenarios) -> None:
     """S4, S10: which exceptions escape, by where they are raised."""
     done = ranks.run(
         [(1, "exception")],
@@ -234,7 +178,7 @@ def test_faults_of_plug_ins_end_one_rank_or_restart_all_as_is_documented(ranks: 
     assert done[4].exit == 0
 
 
-def test_the_limit_of_restarts_ends_all_ranks_and_each_calls_terminate_once(ranks: Ranks) -> None:
+def test_the_limit_of_restarts_ends_all_ranks_and_each_calls_terminate_once(ranks: Scenarios) -> None:
     """S13"""
     done = ranks.run(*[[(1, "exception")]] * 5, max_iterations=3)
     for rank in done:
@@ -243,7 +187,7 @@ def test_the_limit_of_restarts_ends_all_ranks_and_each_calls_terminate_once(rank
         assert len(rank.all("terminate")) == 1
 
 
-def test_spares_take_the_place_of_lost_ranks(ranks: Ranks) -> None:
+def test_spares_take_the_place_of_lost_ranks(ranks: Scenarios) -> None:
     """S9: and they return nothing if they are not needed."""
     done = ranks.run([(1, "sigkill")], world_size=4, wrapper={"active_world_size": 2})
     assert [rank.entered for rank in done] == [[0, 1], [0], [1], []]

@@ -1,4 +1,4 @@
-"""Runs the ranks of in-process restart tests: imports torch once, and forks the ranks of each scenario.
+"""Runs ranks of in-process restart: imports torch once, and forks the ranks of each scenario.
 
 Reads one JSON request per line from standard input and answers each with one line: for every rank its exit
 code and the events that it reported. Ranks that are still there when the time is over are killed, and the
@@ -97,9 +97,11 @@ def _in_del(call: CallWrapper, report: Report) -> None:
         Slow()
 
 
-def inject(kind: str, call: CallWrapper, report: Report, rank: int) -> None:
+def inject(
+    kind: str, call: CallWrapper | None, report: Report, rank: int, iteration: int, point: str = "function"
+) -> None:
     """Do what the plan asks of this rank."""
-    report("fault", kind=kind, iteration=call.iteration)
+    report("fault", kind=kind, iteration=iteration, point=point)
     match kind:
         case "exception":
             raise ValueError(f"injected on {rank}")
@@ -122,7 +124,8 @@ def inject(kind: str, call: CallWrapper, report: Report, rank: int) -> None:
             faulthandler.disable()
             ctypes.string_at(0)
         case "livelock":
-            call.ping()
+            if call is not None:
+                call.ping()
             while True:
                 time.sleep(0.001)
         case "block":
@@ -284,7 +287,7 @@ def planned(plan: dict[str, Any], report: Report) -> None:
         call.store.barrier(f"ready/{call.iteration}", int(os.environ["WORLD_SIZE"]), seconds(30))
         if rank in faults:
             time.sleep(plan.get("pause", 0.03))
-            inject(faults[rank], call, report, rank)
+            inject(faults[rank], call, report, rank, call.iteration)
         wait_as(others, call, report)
         raise AssertionError("not reached")
 
@@ -307,7 +310,107 @@ def wait_as(others: str, call: CallWrapper, report: Report) -> None:
                 time.sleep(0.001)
 
 
-SCENARIOS = {"planned": planned}
+# --- chaos ----------------------------------------------------------------------------------------------
+
+
+class Chaos:
+    """Faults at any point of an iteration: what the plan has for this rank at that point, once."""
+
+    def __init__(self, plan: dict[str, Any], report: Report, rank: int) -> None:
+        self._report, self._rank = report, rank
+        self._todo = {(it, point): (kind, delay) for it, r, point, kind, delay in plan["chaos"] if r == rank}
+        self.call: CallWrapper | None = None
+
+    def at(self, point: str, iteration: int) -> None:
+        """Do what is planned."""
+        planned = self._todo.pop((iteration, point), None)
+        if planned is None:
+            return
+        kind, delay = planned
+        if kind == "kill_later":
+            # Wherever the rank is by then: in its plug-ins, in the barrier, in the assignment …
+            self._report("fault", kind=kind, iteration=iteration, point=point)
+            _C.setitimer(0, (ctypes.c_long * 4)(0, 0, 0, max(1, int(delay * 1e6))), None)
+            return
+        if kind == "interrupt_later":
+            self._report("fault", kind=kind, iteration=iteration, point=point)
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            timer.daemon = True
+            timer.start()
+            return
+        time.sleep(delay)
+        inject(kind, self.call, self._report, self._rank, iteration, point)
+
+
+class At:
+    """Plug-in of any kind at which the plan may have a fault."""
+
+    def __init__(self, chaos: Chaos, point: str) -> None:
+        self._chaos, self._point = chaos, point
+
+    def __call__(self, state: Any) -> Any:
+        self._chaos.at(self._point, getattr(state, "state", state).iteration)
+        return state
+
+
+class InitializeAt(At, initialize.Initialize): ...
+
+
+class AbortAt(At, abort.Abort): ...
+
+
+class FinalizeAt(At, finalize.Finalize): ...
+
+
+class HealthCheckAt(At, health_check.HealthCheck): ...
+
+
+class AssignmentAt(At, rank_assignment.RankAssignment): ...
+
+
+def chaotic(plan: dict[str, Any], report: Report) -> None:
+    """Reduce in a gloo group for ``plan["duration"]`` seconds, in every iteration, while faults happen."""
+    # SIGALRM kills: its default action.
+    chaos = Chaos(plan, report, int(os.environ["RANK"]))
+
+    def function(call: CallWrapper) -> str:
+        chaos.call = call
+        report(
+            "enter", iteration=call.iteration, rank=os.environ["RANK"], world_size=os.environ["WORLD_SIZE"]
+        )
+        chaos.at("function", call.iteration)
+        make_group(call)
+        until = time.monotonic() + plan["duration"]
+        is_over = torch.zeros(1)
+        while not is_over.item():
+            chaos.at("collective", call.iteration)
+            call.ping()
+            is_over[0] = float(time.monotonic() > until)
+            dist.all_reduce(is_over, dist.ReduceOp.MAX)
+            with call.atomic():
+                chaos.at("atomic", call.iteration)
+        dist.destroy_process_group()
+        chaos.at("end", call.iteration)
+        return os.environ["RANK"]
+
+    wrapper = Wrapper(
+        store_kwargs={"timeout": seconds(60)},
+        initialize=InitializeAt(chaos, "initialize"),
+        abort=Compose(AbortAt(chaos, "abort"), abort.AbortTorchDistributed()),
+        finalize=FinalizeAt(chaos, "finalize"),
+        health_check=HealthCheckAt(chaos, "health_check"),
+        rank_assignment=Compose(
+            rank_assignment.ActivateAllRanks(),
+            rank_assignment.ShiftRanks(),
+            AssignmentAt(chaos, "assignment"),
+        ),
+        monitor_process_pidfile=_pidfile("{rank}"),
+        **{name: seconds(value) for name, value in plan["times"].items()},
+    )
+    report("returned", value=wrapper(function)())
+
+
+SCENARIOS = {"planned": planned, "chaotic": chaotic}
 
 
 # --- the server -----------------------------------------------------------------------------------------
@@ -338,10 +441,15 @@ def rank_main(request: dict[str, Any], rank: int, port: int, fd: int) -> int:
         )
         if request.get("verbose"):
             traceback.print_exc()
+    # An abort leaves the taking apart of groups to a thread of its own.
+    patience = time.monotonic() + 10
+    while threading.active_count() > 1 and time.monotonic() < patience:
+        time.sleep(0.01)
     report(
         "end",
         threads=sorted(thread.name for thread in threading.enumerate()),
         memfds=sum("nvrx-progress" in _target(fd) for fd in os.listdir("/proc/self/fd")),
+        shm=sum("/dev/shm" in _target(fd) for fd in os.listdir("/proc/self/fd")),
         sockets=sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd")),
     )
     return code
