@@ -15,7 +15,7 @@ ADMIN_TIMEOUT_S = 3.0
 _START_IN_S = 10
 """Later than the end of the job's completion, or Slurm would add two minutes (its credentials' lifetime)."""
 _REASON = re.compile(r"\sReason=(.*?) \[([^\s@\]]*)@([^\s\]]*)\]")
-_OUT = ("drain", "down", "fail")
+_OUT = {"drain", "drained", "draining", "down", "fail", "failing"}
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,18 @@ class NodeRecord:
 
     @property
     def out_of_service(self) -> bool:
-        """No job is started on it."""
-        return any(word in self.state for word in _OUT)
+        """No job is started on it. A cloud node that is powered down is started for the next job."""
+        return not _OUT.isdisjoint(self._words)
 
     @property
     def drained(self) -> bool:
         """It is drained, or will be when its jobs have ended."""
-        return "drain" in self.state
+        return not {"drain", "drained", "draining"}.isdisjoint(self._words)
+
+    @property
+    def _words(self) -> list[str]:
+        # Some releases mark a node that does not answer, is being powered up, … by a character at the end.
+        return [word.rstrip("*~#!%$@^-") for word in self.state.split("+")]
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from health_world import CHECKS, run, status
 
@@ -28,8 +30,6 @@ def found(measured: list[Measured]) -> list[tuple[str, str]]:
 
 
 def changed(measured: list[Measured], gpu: int, **fields: object) -> list[Measured]:
-    import msgspec
-
     return [msgspec.structs.replace(one, **fields) if one.gpu == gpu else one for one in measured]
 
 
@@ -67,6 +67,34 @@ def test_it_runs_only_where_it_is_asked_for() -> None:
     assert "gpu-probe" not in names(HealthConfig())
     assert names(HealthConfig(), "gpu-probe") == ["gpu-probe"]
     assert "gpu-probe" in names(parse_config("checks: {gpu-probe: on}", "x", CHECKS))
+
+
+def test_who_else_is_at_work_is_not_measured_for_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one job accuses the node, and another one keeps a GPU busy while root looks closer."""
+    nvml, programs = FakeNvml(8), FakePrograms()
+    node = fake_node(tmp_path, nvml, programs=programs, stage=Stage.EPILOG)
+    slow = Finished(0, msgspec.json.encode(changed(gpus(), 2, tflops=1.0)).decode())
+    programs.answers[sys.executable] = slow
+    assert [r.status.value for r in run("gpu-probe", node)] == ["fail"]
+
+    def comes_meanwhile(*_: object) -> Finished:
+        nvml.gpus[2].processes.append(4711)
+        return slow
+
+    with monkeypatch.context() as later:
+        later.setattr(programs, "run", comes_meanwhile)
+        assert [r.status.value for r in run("gpu-probe", node)] == ["warn"]
+    assert [r.evidence for r in run("gpu-probe", node)] == [
+        "process 4711 is on gpu 2: it would be measured, too"
+    ]
+    nvml.gpus[2].processes.clear()
+    node.tree.write("/proc/7/status", "Name:\tslurmstepd\nUid:\t0\t0\t0\t0\n")
+    node.tree.write("/proc/7/cmdline", "slurmstepd: [8.batch]")
+    assert [r.evidence for r in run("gpu-probe", node)] == [
+        "another job runs here: it would be measured, too"
+    ]
 
 
 def test_without_a_gpu_it_is_skipped_with_the_reason(tmp_path: Path) -> None:

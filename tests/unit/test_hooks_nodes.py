@@ -50,6 +50,34 @@ def test_nodes_are_read_as_scontrol_prints_them() -> None:
     assert [record.out_of_service for record in (one, two, three)] == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("state", "out", "drained"),
+    [
+        ("IDLE+DRAIN", True, True),
+        ("ALLOCATED+DRAIN*", True, True),
+        ("DOWN+DRAIN+NOT_RESPONDING", True, True),
+        ("DOWN*", True, False),
+        ("IDLE+FAIL", True, False),
+        ("IDLE+CLOUD+POWERED_DOWN", False, False),
+        ("IDLE~", False, False),
+        ("MIXED+CLOUD+POWERING_UP", False, False),
+        ("IDLE+DYNAMIC_NORM+PLANNED", False, False),
+    ],
+)
+def test_a_state_says_whether_jobs_start_on_the_node(state: str, out: bool, drained: bool) -> None:
+    (record,) = parse_node_records(f"NodeName=n1 Arch=x86_64 State={state} Partitions=batch\n")
+    assert (record.out_of_service, record.drained) == (out, drained)
+
+
+def test_what_operators_write_on_a_node_is_no_state_and_no_reason() -> None:
+    """Since 22.05 there is Extra, since 23.02 jobs ask for what it says."""
+    extra = 'Extra={"rack": 7, "State=DOWN": "x"} Comment=Reason: ask ops [on call] State=DOWN'
+    reason = f"Reason={OURS} [root@7]"
+    for told in (f"{extra} {reason}", f"{reason} {extra}"):
+        (record,) = parse_node_records(f"NodeName=n1 State=IDLE+DRAIN Partitions=b {told}\n")
+        assert (record.state, record.partitions, record.reason) == ("idle+drain", ("b",), OURS)
+
+
 def test_jobs_that_exclude_nodes_are_read_as_squeue_prints_them() -> None:
     assert parse_excluding_jobs("5|bob|(null)\n6|al|n[1-2],n7\n7|bob|\n") == [
         ExcludingJob("6", "al", ("n1", "n2", "n7"))

@@ -15,8 +15,9 @@ import msgspec
 from nvrx_slurm.health import gpu_work
 from nvrx_slurm.health.gpus import name
 from nvrx_slurm.health.node import Node
+from nvrx_slurm.health.other_jobs import another_job_runs
 from nvrx_slurm.health.registry import Need, Settings, check
-from nvrx_slurm.health.result import Action, CheckResult, fail, ok, skip, warn
+from nvrx_slurm.health.result import Action, CheckResult, Status, fail, ok, skip, warn
 from nvrx_slurm.health.stage import NODE_STAGES
 
 _SIGNAL = "matrix products, copies and an all-reduce on every GPU"
@@ -60,12 +61,15 @@ def gpu_probe(node: Node, settings: GpuProbeSettings) -> list[CheckResult]:
 
     Multiplies matrices and copies memory on every GPU for some seconds, then sums over all of them, in a
     program of its own that needs torch, 4 GiB of each GPU and nobody else on them. Another result than the
-    other GPUs have, or a wrong sum, is a fail; so is being much slower than the node's median. Only where it
+    other GPUs have, or a wrong sum, is a fail; so is being much slower than the node's median. Skipped while
+    somebody else is at work, and a fail counts as a warn when somebody has come meanwhile. Only where it
     is asked for: --only gpu-probe --budget 60s, or mode on in the configuration with a budget that is long
     enough.
     """
     if node.nvml.count() == 0:
         return [skip("the driver lists no GPU", _SIGNAL)]
+    if somebody := _somebody(node):
+        return [skip(f"{somebody}: it would be measured, too", _SIGNAL)]
     argv = [sys.executable, str(Path(gpu_work.__file__))]
     environ = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
     done = node.programs.run(argv, settings.answer_s, environ)
@@ -76,7 +80,23 @@ def gpu_probe(node: Node, settings: GpuProbeSettings) -> list[CheckResult]:
     except msgspec.MsgspecError:
         said = (done.errors or done.output).splitlines()[-1:]
         return [warn(f"the work could not be done: exit code {done.code} {''.join(said)[:120]}", _SIGNAL)]
-    return judge(measured, settings)
+    results = judge(measured, settings)
+    somebody = _somebody(node)
+    return [_of_somebody(result, somebody) if somebody else result for result in results]
+
+
+def _somebody(node: Node) -> str:
+    """Return who is at work on the node; empty: nobody."""
+    for gpu in range(node.nvml.count()):
+        if processes := node.nvml.processes(gpu):
+            return f"process {processes[0]} is on {name(gpu)}"
+    return "another job runs here" if another_job_runs(node) else ""
+
+
+def _of_somebody(result: CheckResult, somebody: str) -> CheckResult:
+    if result.status is not Status.FAIL:
+        return result
+    return warn(f"{result.evidence}; {somebody}", result.signal, result.scope, result.remedy)
 
 
 def judge(measured: Sequence[Measured], settings: GpuProbeSettings) -> list[CheckResult]:

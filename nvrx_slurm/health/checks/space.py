@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from typing import Annotated
 
@@ -11,10 +10,10 @@ import msgspec
 
 from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.node import Node
+from nvrx_slurm.health.other_jobs import another_job_runs
 from nvrx_slurm.health.registry import Need, Settings, check
 from nvrx_slurm.health.result import CheckResult, Status, fail, ok, warn
-from nvrx_slurm.health.stage import EVERY_STAGE, Stage
-from nvrx_slurm.health.unavailable import UnavailableError
+from nvrx_slurm.health.stage import EVERY_STAGE
 
 _SIGNAL = "statvfs"
 _ANSWER_S = 1.5
@@ -57,26 +56,9 @@ def space(node: Node, settings: SpaceSettings) -> list[CheckResult]:
             results.append(warn(f"statvfs: {answer.trouble}", _SIGNAL, scope))
         for room in answer.value or ():
             results += _judge(room, scope, settings)
-    if any(result.status is Status.FAIL for result in results) and _a_job_runs(node):
+    if any(result.status is Status.FAIL for result in results) and another_job_runs(node):
         results = [_of_a_job(result) for result in results]
     return results or [ok(f"{len(calls)} paths with room", _SIGNAL)]
-
-
-def _a_job_runs(node: Node) -> bool:
-    """Tell whether another job uses the node now; inside a job room is its own concern."""
-    if node.stage is Stage.RESTART:
-        return False
-    mine = re.compile(rf"slurmstepd: \[{node.job.job_id or 'none'}\.")
-    return any(_is_step(node, pid, mine) for pid in node.tree.names("/proc") if pid.isdecimal())
-
-
-def _is_step(node: Node, pid: str, mine: re.Pattern[str]) -> bool:
-    try:
-        status = node.tree.text(f"/proc/{pid}/status")
-        step = status.startswith("Name:\tslurmstepd\n") and "\nUid:\t0\t" in status
-        return step and not mine.match(node.tree.text(f"/proc/{pid}/cmdline"))
-    except UnavailableError:
-        return False
 
 
 def _of_a_job(result: CheckResult) -> CheckResult:
