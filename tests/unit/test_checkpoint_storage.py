@@ -79,7 +79,7 @@ class TestOneFile:
     @pytest.mark.parametrize(
         "where",
         [None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _location: storage],
-        ids=repr,
+        ids=["none", "name", "device", "mapping", "function"],
     )
     def test_it_loads_to_where_map_location_says(self, tmp_path: Path, where: Any) -> None:
         storage.save([torch.arange(9), torch.ones(3_000_000)], tmp_path / "a.pt")
