@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kill a trainer, or its checkpoint worker, at random moments: what loads must be the newest committed step.
+"""Kill trainers, their checkpoint workers, or nodes at random moments: the newest committed step must load.
 
 .venv/bin/python benchmarks/checkpoint_crash.py --help    Needs neither root nor Slurm.
 """
@@ -19,12 +19,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
 import torch.distributed.checkpoint as dcp
 from bench import document, ending
+from bench.checkpoint import crash_local
+from bench.checkpoint.crash_local import Victim
 from bench.checkpoint.crash_trainer import SIZE, TENSORS, state_of
 from bench.document import OURS, Document, Row
 from rich.console import Console
@@ -39,16 +42,13 @@ _PATIENCE_S = 120.0
 _TITLES = {"crash": f"a save of {TENSORS * SIZE * 4 / 2**20:.0f} MiB without pause, killed with SIGKILL"}
 
 
-class Victim(Enum):
-    RANK = "rank"
-    WORKER = "worker"
-
-
 class Mode(Enum):
     FILES = "files"
     """TorchAsyncCheckpoint's way: a file for each step."""
     DCP = "dcp"
     """A directory of torch.distributed.checkpoint, overwritten by each save."""
+    LOCAL = "local"
+    """Parts of four ranks on two pretended nodes, each part on both."""
 
 
 @dataclass
@@ -135,9 +135,15 @@ def main(quick: bool, kills: int | None, seed: int, as_json: bool) -> None:
     date, machine = document.now(), document.describe_machine(f"torch {torch.__version__}")
     kills = kills or (12 if quick else 200)
     findings = Findings()
-    for mode in Mode:
+    for number, mode in enumerate(Mode):
+        share = kills // len(Mode) + (number < kills % len(Mode))
+        draw = random.Random(f"{seed} {mode.value}")
         with tempfile.TemporaryDirectory(prefix="nvrx-crash-", dir=Path.cwd()) as folder:
-            _strike(Path(folder), mode, kills // 2, random.Random(f"{seed} {mode.value}"), findings)
+            if mode is Mode.LOCAL:
+                note = partial(_note, findings, mode, share)
+                findings.complaints += crash_local.strike(Path(folder), share, draw, note)
+            else:
+                _strike(Path(folder), mode, share, draw, findings)
     result = Document("checkpoint_crash", machine, date, tuple(_rows(findings, kills)))
     if as_json:
         click.echo(result.to_json())
@@ -161,14 +167,19 @@ def _strike(folder: Path, mode: Mode, kills: int, draw: random.Random, findings:
                 threading.Event().wait(draw.uniform(0, 1.2 * trainer.save_s))  # the random moment
                 trainer.kill(victim)
                 left -= 1
-                key = mode, victim
-                findings.kills[key] = findings.kills.get(key, 0) + 1
-                click.echo(f"{mode.value}: {victim.value} killed, {left} to go", err=True)
+                _note(findings, mode, kills, victim)
                 if victim is Victim.RANK:
                     break
                 trainer.hear("committed")
                 trainer.hear("committed")
         step = _judge(folder, mode, trainer, findings)
+
+
+def _note(findings: Findings, mode: Mode, kills: int, victim: Victim) -> None:
+    key = mode, victim
+    findings.kills[key] = findings.kills.get(key, 0) + 1
+    done = sum(count for (where, _), count in findings.kills.items() if where is mode)
+    click.echo(f"{mode.value}: {victim.value} killed, {kills - done} to go", err=True)
 
 
 @contextlib.contextmanager

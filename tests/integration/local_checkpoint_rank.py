@@ -34,8 +34,9 @@ from nvrx_slurm.checkpointing.local.errors import (
     ExchangeError,
     NoReplicasAvailableError,
 )
+from nvrx_slurm.checkpointing.local.ids import CkptID
 from nvrx_slurm.checkpointing.local.ladder import CheckpointLadder
-from nvrx_slurm.checkpointing.local.replication.group_utils import GroupWrapper
+from nvrx_slurm.checkpointing.local.replication.group_utils import ExchangePlan, GroupWrapper
 from nvrx_slurm.checkpointing.local.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -428,6 +429,35 @@ def replicas_are_equal_to_what_was_given(world: World) -> None:
     mine = {(8, world.rank, ""): BasicTensorAwareStateDict(content(world.rank, 8))}
     (got,) = strategy.retrieve_execute(plan, mine).values()
     assert equal(got.state_dict, content((world.rank + 1) % world.size, 8))
+
+
+def a_group_carries_tensors_objects_and_states(world: World) -> None:
+    group = GroupWrapper.from_list_of_groups([[0, 2, 3], [1]], PATIENCE)
+    first = group.get_global_rank(0)
+    tensor = torch.full((3,), float(world.rank))
+    group.broadcast(tensor, first)
+    assert torch.equal(tensor, torch.full((3,), float(first)))
+    # each member gives another number of tensors, of other shapes; one gives none
+    given = {rank: [torch.arange(rank + i) for i in range(rank)] for rank in range(world.size)}
+    assert equal(group.all_gather_batch(given[world.rank], "cpu"), [given[rank] for rank in group.ranks])
+    if world.rank == 2:
+        group.send_object({"a": (1, "b")}, 3)
+        assert group.isend_state_dict(BasicTensorAwareStateDict(content(2, 1)), 3) > 0
+    if world.rank == 3:
+        assert group.recv_object(2) == {"a": (1, "b")}
+        state, size = group.irecv_state_dict(2)
+        assert equal(state.state_dict, content(2, 1))  # type: ignore[attr-defined]
+        assert size > 0
+    # a plan within the group: each member gets the state of the next
+    ids = [CkptID(4, rank, "") for rank in group.ranks]
+    plan = ExchangePlan(group)
+    for sender, receiver, id_ in zip(group.ranks, group.ranks[1:] + group.ranks[:1], ids, strict=True):
+        plan.plan(sender=sender, receiver=receiver, id_=id_)
+    own = group.my_group_rank
+    got = group.execute_plan(plan, {ids[own]: BasicTensorAwareStateDict(content(world.rank, 4))})
+    before = group.ranks[own - 1]
+    assert list(got) == [ids[own - 1]]
+    assert equal(got[ids[own - 1]].state_dict, content(before, 4))  # type: ignore[attr-defined]
 
 
 def an_iteration_that_can_not_be_is_refused(world: World) -> None:

@@ -48,6 +48,7 @@ SCENARIOS = [
     "a_rank_that_can_not_look_is_an_error_on_all",
     "irregular_cliques_hold_exactly_their_members_parts",
     "replicas_are_equal_to_what_was_given",
+    "a_group_carries_tensors_objects_and_states",
     "an_iteration_that_can_not_be_is_refused",
     "four_ranks_save_for_two",
     "a_rank_that_stays_away_is_named_in_time",

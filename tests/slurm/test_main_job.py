@@ -16,6 +16,7 @@ from nvrx_slurm.journal import (
     FaultKind,
     FirstStep,
     JobEnded,
+    NodeLost,
     NotRequeued,
     Requeued,
     StopRequested,
@@ -229,3 +230,33 @@ def test_after_a_lost_node_training_resumes_from_the_copies_in_the_memory_of_oth
         if node != lost:
             names = ["find", "/dev/shm", "-name", f"nvrx-*-{job.job_id}-ram-*"]
             assert slurm.cluster.exec(node, names, capture_output=True, check=True).stdout == b""
+
+
+def test_a_node_that_comes_back_with_an_empty_disk_gets_its_parts_from_another(
+    slurm: SlurmJobs, undisturbed: dict[int, float]
+) -> None:
+    # given checkpoints on the nodes' own disks alone, and no spare
+    parts = "/local/parts"
+    options = ("--rejoin-timeout=120s", "--max-no-progress-cycles=0")
+    job = slurm.train(_STEPS, *options, nodes=4, spares=0, program=("--ckpt=local", f"--local-dir={parts}"))
+    job.wait_for_training(cycle=0, steps=25)
+
+    # when a node is lost and comes back wiped
+    lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
+    slurm.cluster.kill_node(lost)
+    job.wait_for(NodeLost, cycle=0)
+    saved = max(record.event.step for record in job.events(CheckpointSaved))
+    slurm.cluster.restore_node(lost, wipe_local=True, unnoticed=True)
+
+    # then training goes on with it from the newest whole checkpoint, each state to the last bit
+    wait_until(f"it goes on\n{job.log()}", lambda: bool(job.events(CheckpointLoaded)), 120)
+    resumed = job.events(CheckpointLoaded)[0].event
+    assert resumed.layer == "local"
+    assert saved <= resumed.step <= saved + 10
+    assert lost in job.active_nodes()
+    assert job.wait_for_end(120) == 0, job.log()
+    assert job.curve() == undisturbed
+    found = slurm.cluster.exec(lost, ["find", parts, "-name", "iter_*"], capture_output=True, check=True)
+    assert f"iter_{_STEPS:07d}_".encode() in found.stdout
+    for node in slurm.cluster.node_names:
+        slurm.cluster.exec(node, ["rm", "-rf", parts], check=True)

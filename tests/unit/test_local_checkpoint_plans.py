@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
+import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvrx_slurm.checkpointing import utils
+from nvrx_slurm.checkpointing.local.basic_state_dict import dict_list_map_inplace, nested_values
 from nvrx_slurm.checkpointing.local.completeness import (
     find_latest,
     ids_of,
@@ -24,7 +30,10 @@ from nvrx_slurm.checkpointing.local.ids import (
     part_name,
 )
 from nvrx_slurm.checkpointing.local.replication.cliques import clique_of, own_clique, parse_group_sequence
+from nvrx_slurm.checkpointing.local.replication.group_utils import batched
 from nvrx_slurm.checkpointing.local.replication.plan import ExchangePlan, ExchangePlanEntry, plan_fetches
+from nvrx_slurm.checkpointing.local.replication.torch_device_utils import get_default_device_from_type
+from nvrx_slurm.checkpointing.local.replication.utils import zip_strict
 
 Shape = tuple[int, int, int]
 """World size, jump, factor."""
@@ -278,3 +287,38 @@ def test_an_iteration_that_is_none_is_refused(iteration: int) -> None:
 def test_ranks_are_named_in_runs() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([5, 0, 1, 2]) == "ranks 0-2, 5"
+
+
+def test_helpers_under_the_peers_names() -> None:
+    assert list(batched("abcde", 2)) == [("a", "b"), ("c", "d"), ("e",)]
+    with pytest.raises(ValueError, match="a number from 1"):
+        list(batched("abc", 0))
+    assert list(zip_strict("ab", "cd")) == [("a", "c"), ("b", "d")]
+    with pytest.raises(ValueError, match="shorter"):
+        list(zip_strict("ab", "c"))
+    tree = {"a": [1, {"b": 2}], "c": (3,)}
+    assert list(nested_values(tree)) == [1, 2, 3]
+    assert dict_list_map_inplace(lambda leaf: leaf if isinstance(leaf, tuple) else -leaf, tree) is tree
+    assert tree == {"a": [-1, {"b": -2}], "c": (3,)}
+    assert get_default_device_from_type("cpu").type == "cpu"
+    with pytest.raises(ValueError, match="cpu and cuda are accepted"):
+        get_default_device_from_type("mps")
+
+
+def test_timing_and_comparing_under_the_peers_names(caplog: pytest.LogCaptureFixture) -> None:
+    @utils.debug_time("inner", threshold=0.0)
+    def work() -> None:
+        utils.debug_msg("works")
+
+    with caplog.at_level(logging.DEBUG), utils.debug_time("outer", logging.getLogger("mine")):
+        work()
+    said = [(record.name, record.levelname, record.getMessage()) for record in caplog.records]
+    assert said[0] == ("mine", "DEBUG", "outer.inner works")
+    assert said[1][:2] == ("mine", "WARNING")
+    assert re.fullmatch(r"outer\.inner took \d+\.\d{4}s", said[1][2])
+    assert re.fullmatch(r"outer took \d+\.\d{4}s", said[2][2])
+    one, other = {"a": [torch.ones(2)], "b": 1, "c": 1}, {"a": [torch.zeros(2)], "b": 1, "d": 1}
+    assert utils.diff(one, other) == ([("c",)], [("d",)], [(("a", 0), torch.Tensor, torch.Tensor)])
+    assert utils.diff(one, utils.preload_tensors(one)) == ([], [], [])
+    assert not utils.wrap_for_async(gc.isenabled)()
+    assert gc.isenabled()

@@ -35,7 +35,7 @@ class TensorPlaceholder:
         local = torch.empty(self.shape, dtype=self.dtype, device=self.device.type)
         return local if self.shard is None else self.shard.assemble(local)
 
-    def filled(self, local: torch.Tensor) -> torch.Tensor:
+    def restore(self, local: torch.Tensor) -> torch.Tensor:
         """Return ``local`` as what stood here."""
         if (local.shape, local.dtype) != (self.shape, self.dtype):
             raise CheckpointingException(
@@ -67,13 +67,13 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def is_hollow(self) -> bool:
-        return any(isinstance(leaf, TensorPlaceholder) for leaf in _leaves(self._tree))
+        return any(isinstance(leaf, TensorPlaceholder) for leaf in nested_values(self._tree))
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors; of a DTensor this rank's shard."""
         self._require_full("tensors")
-        return (local_of(leaf) for leaf in _leaves(self._tree) if isinstance(leaf, torch.Tensor))
+        return (local_of(leaf) for leaf in nested_values(self._tree) if isinstance(leaf, torch.Tensor))
 
     def pop_tensors(self) -> list[torch.Tensor]:
         tensors = list(self.tensors)
@@ -85,11 +85,11 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
         def fill(placeholder: TensorPlaceholder) -> torch.Tensor:
             try:
-                return placeholder.filled(next(rest))
+                return placeholder.restore(next(rest))
             except StopIteration:
                 raise CheckpointingException("There are fewer tensors than places for them.") from None
 
-        places = [leaf for leaf in _leaves(self._tree) if isinstance(leaf, TensorPlaceholder)]
+        places = [leaf for leaf in nested_values(self._tree) if isinstance(leaf, TensorPlaceholder)]
         self._devices = [place.device.type for place in places]
         self._map_placeholders(fill)
         if next(rest, None) is not None:
@@ -128,7 +128,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         )
 
     def _map_placeholders(self, change: Callable[[TensorPlaceholder], torch.Tensor]) -> None:
-        if any(isinstance(leaf, torch.Tensor) for leaf in _leaves(self._tree)):
+        if any(isinstance(leaf, torch.Tensor) for leaf in nested_values(self._tree)):
             raise CheckpointingException("The tensors have not been taken out.")
         self._tree = map_leaves(
             self._tree, lambda leaf, _: change(leaf) if isinstance(leaf, TensorPlaceholder) else leaf, ()
@@ -151,8 +151,21 @@ def leaves_by_path(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield path, tree
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def nested_values(tree: Any) -> Iterator[Any]:
+    """Yield what is in nested dicts, lists and tuples, in order."""
     return (leaf for _, leaf in leaves_by_path(tree))
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """Replace what is in nested dicts and lists by what ``f`` makes of it; return the outermost."""
+    if isinstance(x, dict):
+        for key, value in x.items():
+            x[key] = dict_list_map_inplace(f, value)
+    elif isinstance(x, list):
+        x[:] = [dict_list_map_inplace(f, value) for value in x]
+    else:
+        return f(x)
+    return x
 
 
 def map_leaves(tree: Any, change: Callable[[Any, Path], Any], path: Path) -> Any:

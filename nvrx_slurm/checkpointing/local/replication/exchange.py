@@ -61,6 +61,15 @@ class Exchange:
         rows = [row.cpu()[:size] for row, size in zip(rows, sizes, strict=True)]
         return [decode(ctypes.string_at(row.data_ptr(), row.numel())) for row in rows]
 
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Fill ``tensor`` on all members with that of the global rank ``src``.
+
+        Raises:
+            ExchangeError: a member did not take part in time.
+        """
+        with self._watched("broadcast"):
+            self._wait(dist.broadcast(tensor, src, group=self._group, async_op=True))
+
     def send_and_receive(
         self,
         outgoing: Sequence[tuple[int, torch.Tensor]],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,18 +12,19 @@ import torch
 import torch.distributed as dist
 
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict
-from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
+from nvrx_slurm.checkpointing.local.buffers import BufferPool
 from nvrx_slurm.checkpointing.local.errors import NoReplicasAvailableError
 from nvrx_slurm.checkpointing.local.ids import CkptID
-from nvrx_slurm.checkpointing.local.part import Part, stage, state_of, verified
+from nvrx_slurm.checkpointing.local.part import Part, stage, state_of
 from nvrx_slurm.checkpointing.local.replication.exchange import DEFAULT_TIMEOUT, Exchange, all_ranks
 from nvrx_slurm.checkpointing.local.replication.group_utils import (
     ExchangePlan,
     GroupWrapper,
+    execute,
     parse_group_sequence,
 )
+from nvrx_slurm.checkpointing.local.replication.part_exchange import Retrieved, gather_parts, move_parts
 from nvrx_slurm.checkpointing.local.replication.plan import plan_fetches
-from nvrx_slurm.checkpointing.storage import CorruptCheckpointError
 
 __all__ = [
     "CliqueReplicationStrategy",
@@ -33,15 +33,6 @@ __all__ = [
     "NoReplicasAvailableError",
     "ReplicationStrategy",
 ]
-
-
-@dataclass(frozen=True)
-class Retrieved:
-    """What came of a plan."""
-
-    parts: dict[CkptID, Part]
-    damaged: dict[CkptID, int]
-    """Parts that did not arrive as they were saved, and who sent them."""
 
 
 class ReplicationStrategy(ABC):
@@ -99,15 +90,7 @@ class ReplicationStrategy(ABC):
         Raises:
             CorruptCheckpointError: a part did not arrive as it was sent.
         """
-        pool = BufferPool()
-        parts = {
-            id_: stage(state, CkptID(*id_), pool).seal(len(self.members()), "")
-            for id_, state in my_data.items()
-        }
-        retrieved = self.retrieve_parts(plan, parts, pool)
-        for id_, sender in retrieved.damaged.items():
-            raise CorruptCheckpointError(f"the part {tuple(id_)} from rank {sender}", "not what was sent")
-        return {id_: state_of(part) for id_, part in retrieved.parts.items()}
+        return execute(lambda parts, pool: self.retrieve_parts(plan, parts, pool), my_data)
 
 
 class CliqueReplicationStrategy(ReplicationStrategy):
@@ -170,17 +153,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             ExchangeError: a member did not take part in time.
             CorruptCheckpointError: a part did not arrive as it was sent.
         """
-        own = self.local_group.my_global_rank
-        others = [rank for rank in self.members() if rank != own]
-        room = _Room(pool)
-        self.local_group.exchange.send_and_receive(
-            [(rank, part.bytes()) for rank in others], [(rank, room.make) for rank in others]
-        )
-        received = {
-            rank: verified(buffer, f"the part from rank {rank}")
-            for rank, buffer in zip(others, room.buffers, strict=True)
-        }
-        return [part if rank == own else received[rank] for rank in self.members()]
+        group = self.local_group
+        return gather_parts(group.exchange, group.ranks, group.my_global_rank, part, pool)
 
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Collection[CkptID]], wanted: Sequence[CkptID]
@@ -197,28 +171,14 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         Raises:
             ExchangeError: a rank did not take part in time.
         """
-        own = self.local_group.my_global_rank
-        kept = {e.id_: parts[e.id_] for e in plan.entries if e.sender == e.receiver == own}
-        moving = [entry for entry in plan.entries if entry.sender != entry.receiver]
-        arriving = [entry for entry in moving if entry.receiver == own]
-        room = _Room(pool)
         exchange = all_ranks(self.local_group.timeout)
-        if isinstance(exchange, Exchange):
-            exchange.send_and_receive(
-                [(entry.receiver, parts[entry.id_].bytes()) for entry in moving if entry.sender == own],
-                [(entry.sender, room.make) for entry in arriving],
-            )
-        damaged = {}
-        for entry, buffer in zip(arriving, room.buffers, strict=True):
-            try:
-                part = verified(buffer, f"the part from rank {entry.sender}")
-            except CorruptCheckpointError:
-                part = None
-            if part is None or part.id != entry.id_:
-                damaged[entry.id_] = entry.sender
-            else:
-                kept[entry.id_] = part
-        return Retrieved(kept, damaged)
+        return move_parts(
+            exchange if isinstance(exchange, Exchange) else None,
+            plan.entries,
+            self.local_group.my_global_rank,
+            parts,
+            pool,
+        )
 
 
 class LazyReplicationStrategyBuilder(ReplicationStrategy):
@@ -288,16 +248,3 @@ def ranks_per_node() -> int:
             "replication_jump: neither LOCAL_WORLD_SIZE nor a GPU says how many ranks a node has"
         )
     return ranks
-
-
-class _Room:
-    """Buffers for what arrives, in the order of arrival."""
-
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
-        self.buffers: list[SharedBuffer] = []
-
-    def make(self, size: int) -> torch.Tensor:
-        buffer = self._pool.take(size)
-        self.buffers.append(buffer)
-        return torch.frombuffer(buffer.memory, dtype=torch.uint8, count=size)
