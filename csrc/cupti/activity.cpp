@@ -86,6 +86,12 @@ void Activity::attach() {
     switch_off();
 }
 
+void Activity::release() {
+    const std::lock_guard lock(mutex_);
+    if (is_on_) switch_off();
+    library_.flush_all(0);
+}
+
 std::uint64_t Activity::enter(std::uint16_t section) {
     {
         const std::lock_guard lock(mutex_);

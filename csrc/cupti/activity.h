@@ -21,6 +21,8 @@ public:
     // Makes CUPTI ours: at the beginning, and again after another tool has had it. Throws std::runtime_error, such as
     // when a profiler holds it.
     void attach();
+    // Before another tool takes it: what was recorded is handed over, and nothing is recorded any more.
+    void release();
     // The first `enter` has CUPTI record kernels, the last `leave` ends that. Both on the thread of the section.
     // Return a number that `leave` is to be given.
     std::uint64_t enter(std::uint16_t section);

@@ -32,7 +32,7 @@ void Aggregator::kernel(const char* name, std::uint64_t start, std::uint64_t end
         return;
     }
     waiting_.push_back({correlation, named, ns});
-    if (waiting_.size() >= settle_at_) settle(false);
+    if (waiting_.size() >= settle_at_) settle(waiting_.size() >= kMostWaiting ? kMostWaiting / 2 : 0);
 }
 
 void Aggregator::correlated(std::uint32_t correlation, std::uint64_t section) {
@@ -46,8 +46,9 @@ void Aggregator::launched(std::uint32_t correlation, std::uint64_t when) {
     if (launch == nullptr || !launch->is_certain) remember(correlation, open_.at(when), false);
 }
 
-std::vector<KernelTimes> Aggregator::take() {
-    settle(true);
+std::vector<KernelTimes> Aggregator::take(bool is_last) {
+    // The launch of a kernel that has just come may be on its way, that of one that came a period ago is not.
+    settle(is_last ? waiting_.size() : old_);
     std::unordered_map<std::uint32_t, std::vector<Entry*>> by_name;
     for (const auto& each : entries_) {
         if (each->sketch.count() > 0) by_name[each->name].push_back(each.get());
@@ -67,6 +68,7 @@ std::vector<KernelTimes> Aggregator::take() {
     const auto spent = [](const KernelTimes& each) { return each.times.mean_us * static_cast<double>(each.times.count); };
     std::sort(found.begin(), found.end(), [&](const auto& a, const auto& b) { return spent(a) > spent(b); });
     drop_idle();
+    old_ = waiting_.size();
     period_ = period_ == 0xffff ? 1 : static_cast<std::uint16_t>(period_ + 1);
     return found;
 }
@@ -125,23 +127,22 @@ Aggregator::Entry& Aggregator::entry(std::uint32_t name, std::uint16_t section) 
     return *entries_.back();
 }
 
-// Counts the kernels whose launch is known by now; with `all`, or when they are too many, the others as of no section.
-void Aggregator::settle(bool all) {
-    std::size_t left = 0;
-    for (const Waiting& each : waiting_) {
+// Counts the kernels whose launch is known by now, and the first `given_up` as of no section; the others wait on.
+void Aggregator::settle(std::size_t given_up) {
+    std::size_t left = 0, left_of_old = 0;
+    for (std::size_t i = 0; i < waiting_.size(); ++i) {
+        const Waiting each = waiting_[i];
         if (const Launch* launch = launch_of(each.correlation)) {
             count(each.name, launch->section, each.ns);
-        } else if (all) {
+        } else if (i < given_up) {
             count(each.name, kNoSection, each.ns);
         } else {
             waiting_[left++] = each;
+            if (i < old_) ++left_of_old;
         }
     }
     waiting_.resize(left);
-    if (left >= kMostWaiting / 2) {
-        settle(true);
-        return;
-    }
+    old_ = left_of_old;
     settle_at_ = std::max(kFirstSettle, 2 * left);
 }
 
@@ -168,6 +169,11 @@ void Aggregator::drop_idle() {
         if (is_new) kept.push_back(std::move(names_[each->name]));
         each->name = place->second;
         by_key_.emplace(key(each->name, each->section), each.get());
+    }
+    for (Waiting& each : waiting_) {
+        const auto [place, is_new] = renumbered.emplace(each.name, static_cast<std::uint32_t>(kept.size()));
+        if (is_new) kept.push_back(std::move(names_[each.name]));
+        each.name = place->second;
     }
     names_ = std::move(kept);
     by_text_.clear();

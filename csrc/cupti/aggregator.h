@@ -55,8 +55,9 @@ public:
     void launched(std::uint32_t correlation, std::uint64_t when);
     void unknown() { ++counts_.unknown; }
 
-    // Ends a period: returns its statistics, most time first, and begins the next.
-    std::vector<KernelTimes> take();
+    // Ends a period: returns its statistics, most time first, and begins the next. Kernels whose launch nobody has told
+    // of wait for one more period, unless this one is the last.
+    std::vector<KernelTimes> take(bool is_last);
     const Counts& counts() const { return counts_; }
     std::size_t sketches() const { return entries_.size(); }
 
@@ -92,7 +93,7 @@ private:
     void remember(std::uint32_t correlation, std::uint16_t section, bool is_certain);
     void count(std::uint32_t name, std::uint16_t section, std::uint64_t ns);
     Entry& entry(std::uint32_t name, std::uint16_t section);
-    void settle(bool all);
+    void settle(std::size_t given_up);
     void drop_idle();
 
     const OpenSections& open_;
@@ -104,6 +105,7 @@ private:
     std::unordered_map<std::uint64_t, Entry*> by_key_;
     std::vector<Launch> launches_;
     std::vector<Waiting> waiting_;
+    std::size_t old_ = 0;  // so many of them have waited for a whole period
     std::size_t settle_at_;
     std::uint16_t period_ = 1;
 };

@@ -67,9 +67,9 @@ bool Collector::drain(std::chrono::milliseconds patience) {
     return read_.wait_for(lock, patience, [&] { return done_ >= until; });
 }
 
-std::vector<KernelTimes> Collector::take() {
+std::vector<KernelTimes> Collector::take(bool is_last) {
     const std::lock_guard lock(aggregating_);
-    return aggregator_.take();
+    return aggregator_.take(is_last);
 }
 
 Counts Collector::counts() const {

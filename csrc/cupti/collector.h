@@ -48,7 +48,7 @@ public:
 
     // Waits until all that was handed over before has been read; false if that takes longer.
     bool drain(std::chrono::milliseconds patience);
-    std::vector<KernelTimes> take();
+    std::vector<KernelTimes> take(bool is_last);
     Counts counts() const;
     Buffers buffers() const;
     std::size_t sketches() const;

@@ -73,7 +73,7 @@ public:
         const py::gil_scoped_release unlocked;
         read_records(source_, bytes.data(), bytes.size(), aggregator_);
     }
-    std::vector<KernelTimes> take() { return aggregator_.take(); }
+    std::vector<KernelTimes> take(bool is_last) { return aggregator_.take(is_last); }
     Numbers counts() const { return as_map(aggregator_.counts()); }
     std::size_t sketches() const { return aggregator_.sketches(); }
     std::uint64_t open(std::uint16_t section, std::uint64_t now) { return open_.open(section, now); }
@@ -121,7 +121,7 @@ public:
         collector_->complete(bytes.data(), bytes.size());
     }
     bool drain(int patience_ms) { return collector_->drain(std::chrono::milliseconds(patience_ms)); }
-    std::vector<KernelTimes> take() { return collector_->take(); }
+    std::vector<KernelTimes> take() { return collector_->take(true); }
     Numbers counts() const { return as_map(*collector_); }
 
 private:
@@ -163,7 +163,7 @@ PYBIND11_MODULE(_cupti, module) {
     py::class_<SyntheticAggregator>(module, "SyntheticAggregator")
         .def(py::init<std::size_t>(), py::arg("distance"))
         .def("read", &SyntheticAggregator::read)
-        .def("take", &SyntheticAggregator::take)
+        .def("take", &SyntheticAggregator::take, py::arg("is_last") = true)
         .def("counts", &SyntheticAggregator::counts)
         .def("sketches", &SyntheticAggregator::sketches)
         .def("open", &SyntheticAggregator::open)
@@ -181,10 +181,11 @@ PYBIND11_MODULE(_cupti, module) {
         .def("attach", &Activity::attach, unlocked)
         .def("enter", &Activity::enter)
         .def("leave", &Activity::leave)
+        .def("release", &Activity::release, unlocked)
         .def("flush",
              [](Activity& activity, int patience_ms) { return activity.flush(std::chrono::milliseconds(patience_ms)); },
              unlocked)
-        .def("take", [](Activity& activity) { return activity.collector().take(); }, unlocked)
+        .def("take", [](Activity& activity) { return activity.collector().take(false); }, unlocked)
         .def("counts", [](Activity& activity) { return as_map(activity.collector()); }, unlocked)
         .def_property_readonly("path", [](const Activity& activity) { return activity.library().path; })
         .def_property_readonly("version", [](const Activity& activity) { return activity.library().version; });

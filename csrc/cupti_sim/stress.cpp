@@ -53,7 +53,7 @@ void launches_from_threads(const std::string& path) {
     std::thread reporter([&] {
         while (!ends) {
             activity.flush(kPatience);
-            taken += counted(activity.collector().take());
+            taken += counted(activity.collector().take(false));
             (void)activity.collector().buffers();
         }
     });
@@ -73,7 +73,7 @@ void launches_from_threads(const std::string& path) {
     ends = true;
     reporter.join();
     require(activity.flush(kPatience), "records are read in time");
-    taken += counted(activity.collector().take());
+    taken += counted(activity.collector().take(true));
     const Counts counts = activity.collector().counts();
     const Buffers buffers = activity.collector().buffers();
     require(taken == kThreads * kRounds * kPerRound - buffers.dropped, "every kernel is counted once");
@@ -84,7 +84,7 @@ void launches_from_threads(const std::string& path) {
     const std::uint64_t after = activity.enter(1);
     launch("gemm", 1000, 1, 211);
     activity.leave(after, true);
-    require(activity.flush(kPatience) && counted(activity.collector().take()) == 1, "it goes on after another tool");
+    require(activity.flush(kPatience) && counted(activity.collector().take(true)) == 1, "it goes on after another tool");
 }
 
 // A pool that is too small: what is refused is known, and nothing is written beyond a buffer.
@@ -116,7 +116,7 @@ void small_pool() {
     }
     for (auto& thread : threads) thread.join();
     require(collector.drain(kPatience), "buffers are read in time");
-    const std::uint64_t read = counted(collector.take()) + collector.counts().unknown;
+    const std::uint64_t read = counted(collector.take(true)) + collector.counts().unknown;
     require(read == 4 * kThreads * kRounds - lost, "every record is read or known to be lost");
     require(collector.buffers().made <= 3 && collector.buffers().refused * 4 == lost, "refusals are counted");
 }
@@ -130,7 +130,7 @@ void names_come_and_go() {
             const std::string name = "kernel" + std::to_string(period < 3 ? i + static_cast<std::size_t>(period) * 50 : 0);
             aggregator.kernel(name.c_str(), 1, 1 + i * i * i, 0);
         }
-        require(counted(aggregator.take()) == Aggregator::kMostSketches + 100, "every kernel is counted");
+        require(counted(aggregator.take(true)) == Aggregator::kMostSketches + 100, "every kernel is counted");
     }
     require(aggregator.sketches() == 1, "kernels that are gone make room");
 }

@@ -49,7 +49,9 @@ class SyntheticAggregator:
 
     def __init__(self, distance: int) -> None: ...
     def read(self, records: Buffer) -> None: ...
-    def take(self) -> list[KernelTimes]: ...
+    def take(self, is_last: bool = True) -> list[KernelTimes]:
+        """End a period; unless it is the last, kernels whose launch is not known yet wait for one more."""
+
     def counts(self) -> dict[str, int]: ...
     def sketches(self) -> int: ...
     def open(self, section: int, now: int) -> int: ...
@@ -94,6 +96,9 @@ class Activity:
 
     def leave(self, entered: int, is_ours: bool) -> None:
         """Leave it; with ``is_ours`` false, another tool has CUPTI now and nothing is switched off."""
+
+    def release(self) -> None:
+        """Have CUPTI hand over what it has recorded and record no more, before another tool takes it."""
 
     def flush(self, patience_ms: int) -> bool:
         """Ask for the records of kernels that have ended; false if reading them takes longer.

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from nvrx_slurm.straggler import cupti
-from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity, profiler_is_on
+from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity
 from nvrx_slurm.straggler.sections import MAX_SAMPLES, GpuTimes
 from nvrx_slurm.straggler.statistic import Statistic, summarize
+from nvrx_slurm.straggler.torch_profiler import torch_profiler
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def find_gpu_times() -> GpuTimes | None:
         return None
     events = EventTimes()
     try:
-        return KernelTimes(open_activity(cupti.libraries()), events, profiler_is_on)
+        return KernelTimes(open_activity(cupti.libraries()), events, torch_profiler())
     except NoKernelTimesError as error:
         _log.warning("kernels are not timed one by one, and sections by CUDA events: %s", error)
         return events

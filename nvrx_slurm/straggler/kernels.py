@@ -8,14 +8,13 @@ number has no bound with changing shapes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from nvrx_slurm.straggler.sections import GpuTimes
 from nvrx_slurm.straggler.statistic import Statistic, Summary
+from nvrx_slurm.straggler.torch_profiler import TorchProfiler
 
 if TYPE_CHECKING:
     from nvrx_slurm.straggler._cupti import Activity, Times
@@ -56,16 +55,17 @@ class KernelTimes:
     Args:
         activity: ``_cupti.Activity``, attached.
         fallback: times sections as a whole.
-        profiler_is_on: tells whether torch.profiler has CUPTI.
+        profiler: tells when torch.profiler wants CUPTI.
     """
 
     _numbers: ClassVar[dict[str, int]] = {}
     """Of sections, for all detectors of this process: it has one CUPTI."""
 
-    def __init__(self, activity: Activity, fallback: GpuTimes, profiler_is_on: Callable[[], bool]) -> None:
+    def __init__(self, activity: Activity, fallback: GpuTimes, profiler: TorchProfiler) -> None:
         self._activity = activity
         self._fallback = fallback
-        self._profiler_is_on = profiler_is_on
+        self._profiler = profiler
+        profiler.before = self._give_cupti
         self._is_ours = True
         self._has_said = False
         self._lost = 0
@@ -85,13 +85,13 @@ class KernelTimes:
             self._fallback.end(section, begun.token)
             return
         assert isinstance(begun, int)
-        if self._is_ours and self._profiler_is_on():
+        if self._is_ours and self._profiler.has_cupti():
             self._leave_to_profiler()
         self._activity.leave(begun, self._is_ours)
 
     def summaries(self) -> dict[str, dict[Statistic, float]]:
         """Return what has ended and was read by now; the GPU is not waited for."""
-        if self._is_ours and not self._profiler_is_on():
+        if self._is_ours and not self._profiler.has_cupti():
             try:
                 if not self._activity.flush(_PATIENCE_MS):
                     _log.info("records of kernels are still being read: they count in the next report")
@@ -112,7 +112,7 @@ class KernelTimes:
 
     def _enter(self, section: str) -> int | None:
         """Enter a section with CUPTI; None if another tool has it, or it does not record."""
-        if self._profiler_is_on():
+        if self._profiler.has_cupti():
             self._leave_to_profiler()
             return None
         number = self._numbers.get(section)
@@ -136,6 +136,12 @@ class KernelTimes:
             for number, times in kernel.sections:
                 found.setdefault(names[number], {})[kernel.name] = summary(times)
         return found
+
+    def _give_cupti(self) -> None:
+        if self._is_ours:
+            # Before its callbacks take the place of ours: what was recorded comes home.
+            self._activity.release()
+        self._leave_to_profiler()
 
     def _leave_to_profiler(self) -> None:
         self._is_ours = False
@@ -162,11 +168,6 @@ class KernelTimes:
             _log.info(
                 "times of %d kernels vary too much for a median to 1 %%, first %s", len(coarse), coarse[0]
             )
-
-
-def profiler_is_on() -> bool:
-    """Tell whether torch.profiler, or torch.autograd.profiler, runs on this thread."""
-    return bool(torch.autograd._profiler_enabled())
 
 
 def open_activity(paths: Iterable[str]) -> Activity:

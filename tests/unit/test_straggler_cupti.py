@@ -6,15 +6,18 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from nvrx_slurm.straggler import CallableId, Detector, Report, Statistic, cupti
 from nvrx_slurm.straggler.arrival import lateness
 from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity
+from nvrx_slurm.straggler.torch_profiler import TorchProfiler, torch_profiler
 from tests.unit.kernel_records import SimulatedCupti, extension
 
 GRAPH_LAUNCH, DRIVER_LAUNCH = 311, -652
@@ -132,11 +135,24 @@ def test_an_exception_in_a_section_ends_the_recording(simulated: SimulatedCupti)
     assert simulated.calls("inside") == 0
 
 
-def kernel_times(
-    simulated: SimulatedCupti, profiler: list[bool] | None = None
-) -> tuple[KernelTimes, Fallback]:
-    fallback, is_on = Fallback(), profiler if profiler is not None else [False]
-    return KernelTimes(open_activity([str(simulated.path)]), fallback, lambda: is_on[0]), fallback
+class Profiler:
+    """Stands for torch's own module, which knows what is to be recorded."""
+
+    def __init__(self) -> None:
+        self._is_profiler_enabled = False
+        self.on_prepare: Callable[[], None] = lambda: None
+
+    def _prepare_profiler(self, config: object, activities: object) -> None:
+        self.on_prepare()
+
+    def _disable_profiler(self) -> None:
+        pass
+
+
+def kernel_times(simulated: SimulatedCupti, module: object | None = None) -> tuple[KernelTimes, Fallback]:
+    fallback = Fallback()
+    activity = open_activity([str(simulated.path)])
+    return KernelTimes(activity, fallback, TorchProfiler(module or Profiler())), fallback
 
 
 def test_kernels_are_told_apart_by_section_the_inner_one_counts(simulated: SimulatedCupti) -> None:
@@ -179,12 +195,14 @@ def test_who_waits_least_for_others_is_the_late_one(simulated: SimulatedCupti) -
 def test_torch_profiler_gets_cupti_and_gives_it_back(
     simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
 ) -> None:
-    profiler = [False]
-    times, fallback = kernel_times(simulated, profiler)
+    module = Profiler()
+    times, fallback = kernel_times(simulated, module)
     before = times.begin("step")
-    simulated.launch("k", 1_000)
-    profiler[0] = True
-    simulated.take_over()  # the profiler begins within a section of ours
+    simulated.launch("before", 1_000)
+    recording = []
+    module.on_prepare = lambda: (recording.append(simulated.is_recording), simulated.take_over())
+    module._prepare_profiler(None, {ProfilerActivity.CPU, ProfilerActivity.CUDA})  # within a section of ours
+    assert recording == [False], "it was given back before"
     times.end("step", before)
     assert simulated.is_recording, "for the profiler: nothing was switched off"
     for _ in range(3):
@@ -193,18 +211,56 @@ def test_torch_profiler_gets_cupti_and_gives_it_back(
         times.end("step", within)
     assert fallback.seen == ["step"] * 3
     flushed = simulated.calls("cuptiActivityFlushAll")
-    times.summaries()
+    assert times.summaries().keys() == {"before"}
     assert simulated.calls("cuptiActivityFlushAll") == flushed, "the profiler's buffers are left alone"
-    profiler[0] = False
+    module._disable_profiler()
     after = times.begin("step")
-    simulated.launch("k", 2_000)
+    simulated.launch("after", 2_000)
     times.end("step", after)
-    found = times.summaries()
-    assert "seen by the profiler" not in found
-    assert found["k"][Statistic.MAX] == 2.0
+    assert times.summaries().keys() == {"after"}
     assert times.section_kernels().keys() == {"step"}, "times are by our own clock again"
     assert caplog.text.count("torch.profiler uses CUPTI") == 1
     assert simulated.calls("cuptiFinalize") == 0
+
+
+def test_a_profiler_that_was_on_before_has_cupti_until_it_ends(simulated: SimulatedCupti) -> None:
+    module = Profiler()
+    module._is_profiler_enabled = True
+    times, fallback = kernel_times(simulated, module)
+    times.end("step", times.begin("step"))
+    module._is_profiler_enabled = False
+    times.end("step", times.begin("step"))
+    assert fallback.seen == ["step"]
+
+
+def test_the_real_torch_profiler_tells_before_it_prepares_and_when_it_ends() -> None:
+    watched = torch_profiler()
+    told, has = [], []
+    watched.before = lambda: told.append(watched.has_cupti())
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], schedule=schedule) as profiler:
+        for _ in range(4):
+            has.append(watched.has_cupti())
+            torch.zeros(1).add_(1)
+            profiler.step()
+    assert (told, has) == ([], [False] * 4), "without CUDA it leaves CUPTI alone"
+    # What it is called with where there is a GPU.
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], schedule=schedule) as profiler:
+        for step in range(4):
+            if step == 0:
+                profiler.profiler = _of_cuda()
+                profiler.acc_events = True
+            has.append(watched.has_cupti())
+            profiler.step()
+    assert told == [False]
+    assert has[4:] == [False, True, True, False]
+    watched.before = lambda: None
+
+
+def _of_cuda() -> Any:
+    made = torch.autograd.profiler.profile(use_kineto=True, use_cpu=True)
+    made.kineto_activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    return made
 
 
 def test_a_tool_that_holds_cupti_leaves_cuda_events_and_that_is_said(

@@ -271,6 +271,27 @@ def test_kernels_whose_launch_is_never_told_of_are_counted_all_the_same() -> Non
     assert made.counts()["unattributed"] == 400_000
 
 
+def test_a_kernel_waits_one_period_for_its_launch() -> None:
+    made = aggregator(kernels("late", [1000], 1), kernels("never", [1000], 2))
+    assert made.take(is_last=False) == []
+    made.read(correlations(5, [1]))
+    found = {kernel.name: sections_of(kernel) for kernel in made.take(is_last=False)}
+    assert found == {"late": {5: 1}, "never": {}}
+    assert (made.counts()["kernels"], made.counts()["unattributed"]) == (2, 1)
+
+
+def test_kernels_that_wait_keep_their_names_when_others_go() -> None:
+    made = aggregator(kernels("gone", [1000]))
+    made.take()
+    for _ in range(6):
+        made.take(is_last=False)
+    made.read(kernels("waits", [1000], 7))
+    made.take(is_last=False)
+    made.read(correlations(5, [7]))
+    assert [(kernel.name, sections_of(kernel)) for kernel in made.take()] == [("waits", {5: 1})]
+    assert made.sketches() == 1
+
+
 def test_a_thousand_sections_within_one_are_told_apart() -> None:
     made = cupti.SyntheticAggregator(DISTANCE)
     outer = made.open(1, 0)
