@@ -36,6 +36,7 @@ _MB = 1_000_000
 _TITLES = {
     "log_healthy": "a healthy job's log, on one core",
     "log_failing": "a log in which every line is a failure, on one core",
+    "log_tracebacks": "a log of nothing but tracebacks, on one core",
     "labelled_lines": "labelled lines: right category",
     "real_traces": "real 16-rank traces: exactly the injected ranks named",
 }
@@ -64,6 +65,7 @@ def main(quick: bool, as_json: bool, largest_log: int, runs: int, workers: int |
     runs = 1 if quick else runs
     rows = [*_log_rows("log_healthy", data.training_log, sizes, runs)]
     rows += _log_rows("log_failing", data.failing_log, [2 if quick else 10], runs)
+    rows += _log_rows("log_tracebacks", data.tracebacks_log, [2 if quick else 10], runs)
     rows += _labelled_rows()
     rows += _trace_rows()
     for ranks, entries in worlds:

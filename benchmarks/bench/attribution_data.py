@@ -68,6 +68,31 @@ def failing_log(size: int) -> Iterator[bytes]:
         sent, n = sent + len(block), n + 4000
 
 
+def tracebacks_log(size: int) -> Iterator[bytes]:
+    """Yield a log in which 512 ranks raise, eight at a time, their lines mixed."""
+    sent, n = 0, 0
+    while sent < size:
+        block = b"".join(
+            f"[rank{(n + at) % 512}]: {text.format(n=n % 900)}\n".encode()
+            for text in _TRACEBACK
+            for at in range(8)
+        )
+        yield block
+        sent, n = sent + len(block), n + 8
+
+
+_TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "/home/u/project/train.py", line {n}, in step',
+    "    loss.backward()",
+    '  File "/opt/venv/lib/python3.11/site-packages/torch/_tensor.py", line 647, in backward',
+    "    torch.autograd.backward(",
+    '  File "/opt/venv/lib/python3.11/site-packages/torch/autograd/__init__.py", line 354, in backward',
+    "    _engine_run_backward(",
+    "RuntimeError: NCCL communicator was aborted on rank {n}.",
+)
+
+
 def write_dumps(directory: Path, ranks: int, entries: int) -> int:
     """Write the dumps of a stall and return the rank whose host stopped."""
     directory.mkdir()

@@ -36,6 +36,9 @@ _LEVEL = re.compile(
     r"\b(DEBUG|INFO|NOTICE|WARN|WARNING|ERROR|CRITICAL|FATAL)\b(?=[\]\s:|,)-])|\[(DEBUG|INFO|WARN|WARNING|ERROR)[|\]]"
 )
 _LETTER = re.compile(r"([IWEF]) [\w/.-]{1,200}\.(?:cpp|cc|cu|py|h|hpp):\d+\]")
+_AT_ONCE = re.compile(
+    rb"(?:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} \S{1,255} rank (\d{1,7}):|\[rank(\d{1,7})\]:)"
+)
 _LEVEL_WITHIN = 120
 _MONTHS = {
     name: number
@@ -105,6 +108,12 @@ def parse_prefix(line: str) -> Prefix:
         inside = _RANK_INSIDE.search(text[:400])
         rank = int(next(group for group in inside.groups() if group)) if inside else None
     return Prefix(text, ts, rank, node, _level(text, error))
+
+
+def rank_at_once(line: bytes) -> int | None:
+    """Return the rank in front of a line, as nvrx-srun and torchrun write it; None: look closer."""
+    found = _AT_ONCE.match(line)
+    return None if found is None else int(found.group(1) or found.group(2))
 
 
 def strip_ansi(text: str) -> str:

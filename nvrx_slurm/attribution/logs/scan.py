@@ -15,10 +15,11 @@ from pathlib import Path
 
 from nvrx_slurm.attribution.logs import progress
 from nvrx_slurm.attribution.logs.finding import MAX_EXCERPT, MAX_RANKS, Finding, Source, SourceKind
-from nvrx_slurm.attribution.logs.prefix import Claim, Prefix, claims, parse_prefix
+from nvrx_slurm.attribution.logs.flood import DIGITS_DECIDE, Flood, Signatures, flood_of
+from nvrx_slurm.attribution.logs.prefix import Claim, Prefix, claims, parse_prefix, rank_at_once
 from nvrx_slurm.attribution.logs.rules import Family, Role, Rule, RuleSet, clip
 from nvrx_slurm.attribution.logs.shape import shape
-from nvrx_slurm.attribution.logs.traceback import HEADER, Raised, Tracebacks
+from nvrx_slurm.attribution.logs.traceback import HEADER, Part, Raised, Tracebacks
 from nvrx_slurm.attribution.logs.triggers import is_telling
 
 BLOCK = 1 << 20
@@ -31,21 +32,13 @@ _MAX_FINDINGS = 2_000
 _DIGITS = b"0123456789"
 _LOWER = bytes(range(256)).lower()
 _HEADER = HEADER.encode()
-_DIGITS_DECIDE = re.compile(
-    rb"xid|status|exit|errno|signal|code|http|completion|returned|error \(|error-?\s*\W? ?$"
-)
-_DECISIVE = re.compile(
-    rb"(?:status|exit|errno|signal|code|http|error|completion|returned)\D{0,24}(\d{1,6})", re.I
-)
-_NUMBER = re.compile(rb"([0-9]+)")
-_DECIDING, _ANY_NUMBER = rb"([0-9]{1,6})[0-9]*", rb"[0-9]+"
 _SUMMARY_RANK = re.compile(r"^\s{0,8}rank\s{0,12}: ?(\d{1,7}) \(local_rank")
 _SUMMARY = re.compile(r"^\s{0,8}(?:exitcode|traceback)\s{0,12}:")
 _SUMMARY_LINES = 6
 _FLOOD = 256
 """So many messages of one kind are looked at one by one."""
-_LOOK = 64
-"""Of the rest each such, and after many fewer: they may name other ranks."""
+_FEW = 8
+"""So many, where a line's rank can be told without taking it apart, and progress does not clear the kind."""
 _TIMEOUT = re.compile(r"Timeout\(ms\)=(\d{1,12})|waiting (\d{1,12}) ?ms")
 _JOB = re.compile(r"\b(?:job|step)_?id[=: ]{1,2}(\d{1,12})|\bjob[ _](\d{1,12})\b", re.I)
 _SMALL = re.compile(r"-?\b\d{1,3}\b")
@@ -68,47 +61,6 @@ def _skeleton(data: bytes) -> bytes:
     return data.translate(_LOWER, _DIGITS)
 
 
-class _Signatures:
-    """The numbers of a line that may decide what it is.
-
-    Which of a line's numbers those are follows from what stands between them, and is looked for once.
-    """
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[bytes, ...], tuple[int, ...]] = {}
-
-    def of(self, raw: bytes) -> tuple[bytes, ...]:
-        """Return the first six digits of at most four numbers."""
-        parts = _NUMBER.split(raw)
-        return tuple([parts[place][:6] for place in self._places_in(parts, raw)])
-
-    def layout(self, raw: bytes) -> re.Pattern[bytes]:
-        """Return what matches lines that differ from this one in numbers alone; its groups are :meth:`of`."""
-        parts = _NUMBER.split(raw)
-        places = self._places_in(parts, raw)
-        return re.compile(
-            b"".join(
-                re.escape(part) if at % 2 == 0 else _DECIDING if at in places else _ANY_NUMBER
-                for at, part in enumerate(parts)
-            )
-        )
-
-    def _places_in(self, parts: list[bytes], raw: bytes) -> tuple[int, ...]:
-        between = tuple(parts[::2])
-        places = self._places.get(between)
-        if places is None:
-            if len(self._places) >= _MAX_SKELETONS:
-                self._places.clear()
-            places = self._places[between] = self._find(raw)
-        return places
-
-    @staticmethod
-    def _find(raw: bytes) -> tuple[int, ...]:
-        starts = {number.start(): 2 * at + 1 for at, number in enumerate(_NUMBER.finditer(raw))}
-        found = (starts.get(decisive.start(1)) for decisive in _DECISIVE.finditer(raw))
-        return tuple(place for place in found if place is not None)[:4]
-
-
 class _Harmless:
     """No line of this skeleton is a failure or progress."""
 
@@ -121,20 +73,14 @@ class _Checked:
     """Digits may decide what a line of this skeleton is."""
 
 
-@dataclass
-class _Flood:
-    """Every line of this skeleton is of one finding; most are only counted."""
-
-    finding: Finding
-    signatures: set[tuple[bytes, ...]] | None
-    """Numbers that decide, as they were seen to lead to this finding; None: none can."""
-    layout: re.Pattern[bytes]
-    """Of most of these lines."""
-    seen: int = 0
+class _Begins:
+    """A line of this skeleton begins a traceback."""
 
 
-_Kind = _Harmless | _Marks | _Checked | _Flood
-_HARMLESS, _MARKS, _CHECKED = _Harmless(), _Marks(), _Checked()
+_HARMLESS, _MARKS, _CHECKED, _BEGINS = _Harmless(), _Marks(), _Checked(), _Begins()
+_Kind = _Harmless | _Marks | _Checked | _Begins | Flood
+_Parts = Part | _Begins | dict[str, Flood]
+"""What a line is to a traceback: part of one, its header, or its end, by where the exception was raised."""
 
 
 class LogScanner:
@@ -148,9 +94,10 @@ class LogScanner:
         self._matched: dict[tuple[bytes, tuple[str, ...]], Rule | None] = {}
         self._findings: dict[tuple[str, str], Finding] = {}
         self._tracebacks = Tracebacks()
+        self._parts: dict[bytes, _Parts] = {}
         self._last_mark: tuple[bytes, int] | None = None
         self._words: set[bytes] = set()
-        self._signatures = _Signatures()
+        self._signatures = Signatures()
         self._summary = (-1, -_SUMMARY_LINES)
         """Rank that torchelastic's summary speaks of, and the line that says so."""
 
@@ -183,26 +130,59 @@ class LogScanner:
     def _lines(self, block: bytes) -> None:
         lines = block.split(b"\n")
         skeletons = _skeleton(block).split(b"\n")
-        number, kinds, unfinished = self.scan.lines, self._kinds, self._tracebacks.unfinished
+        number, kinds, unfinished = self.scan.lines + 1, self._kinds, self._tracebacks.unfinished
         for at, skeleton in enumerate(skeletons):
+            if unfinished and self._in_traceback(lines[at], skeleton, number + at):
+                continue
             kind = kinds.get(skeleton)
-            if kind is _HARMLESS and not unfinished:
+            if kind is _HARMLESS:
                 continue
-            if kind is _MARKS and not unfinished:
-                self._last_mark = (lines[at], number + at + 1)
+            if kind is _MARKS:
+                self._last_mark = (lines[at], number + at)
                 continue
-            if type(kind) is _Flood and not unfinished and self._flooded(kind, lines[at], number + at + 1):
+            if kind is _BEGINS:
+                self._tracebacks.begin(self._rank_at_once(lines[at]), number + at)
                 continue
-            self._line(lines[at], skeleton, kind, number + at + 1)
+            if type(kind) is Flood and self._flooded(kind, lines[at], number + at):
+                continue
+            self._line(lines[at], skeleton, kind, number + at)
         self.scan.lines += len(lines)
         self._settle()
+
+    def _in_traceback(self, raw: bytes, skeleton: bytes, number: int) -> bool:
+        """Offer a line to the tracebacks that have begun; tell whether one took it."""
+        part = self._parts.get(skeleton)
+        if part is not None:
+            rank = self._rank_at_once(raw)
+            if type(part) is Part and part.is_of(raw):
+                taken = self._tracebacks.take_part(rank, part)
+                if taken is not None:
+                    return taken
+            elif part is _BEGINS:
+                self._tracebacks.begin(rank, number)
+                return True
+            elif isinstance(part, dict) and self._ends_alike(part, rank, raw, number):
+                return True
+        if len(raw) > _MAX_LINE:
+            raw = raw[: _MAX_LINE // 2] + raw[-_MAX_LINE // 4 :]
+        return self._continues_traceback(raw, skeleton, number)
+
+    def _ends_alike(self, ends: dict[str, Flood], rank: int | None, raw: bytes, number: int) -> bool:
+        """Tell whether the line ends a traceback as lines of its skeleton have before, and count it then."""
+        where = self._tracebacks.frame_of(rank)
+        flood = ends.get(where) if where is not None else None
+        if flood is None or not self._flooded(flood, raw, number):
+            return False
+        self._tracebacks.close(rank)
+        return True
+
+    def _rank_at_once(self, raw: bytes) -> int | None:
+        return self.scan.source.rank if self.scan.source.rank is not None else rank_at_once(raw)
 
     def _line(self, raw: bytes, skeleton: bytes, kind: _Kind | None, number: int) -> None:
         if len(raw) > _MAX_LINE:
             raw = raw[: _MAX_LINE // 2] + raw[-_MAX_LINE // 4 :]
             skeleton = _skeleton(raw)
-        if self._tracebacks.unfinished and self._continues_traceback(raw, number):
-            return
         if kind is None:
             kind = self._judge(raw, skeleton)
             if len(skeleton) <= _MAX_SKELETON:
@@ -243,26 +223,17 @@ class LogScanner:
         if told:
             self._summary = (int(told.group(1)), number)
             return
-        if (
-            prefix.rank is None
-            and number - self._summary[1] <= _SUMMARY_LINES
-            and _SUMMARY.match(prefix.text)
-        ):
+        if prefix.rank is None and self._is_summary(number) and _SUMMARY.match(prefix.text):
             prefix = dataclasses.replace(prefix, rank=self._summary[0])
         rank = self._rank(prefix)
         if _HEADER in skeleton:
             self._tracebacks.begin(rank, number)
+            if self._remember(raw, skeleton, rank, _BEGINS):
+                self._kinds[skeleton] = _BEGINS
             return
-        key = (skeleton[:_MAX_SKELETON], tuple(_SMALL.findall(prefix.text)[:8]))
-        if key in self._matched:
-            rule = self._matched[key]
-        else:
-            rule = self._rules.match_text(prefix.text, prefix.level)
-            if len(self._matched) >= _MAX_SKELETONS:
-                self._matched.clear()
-            self._matched[key] = rule
+        rule = self._rule_of(skeleton, prefix)
         if rule is None or rule.family.role is Role.BENIGN:
-            if not _DIGITS_DECIDE.search(skeleton) and len(skeleton) <= _MAX_SKELETON:
+            if not DIGITS_DECIDE.search(skeleton) and len(skeleton) <= _MAX_SKELETON:
                 self._kinds[skeleton] = _HARMLESS
             return
         of_job = self._of_job(whole)
@@ -270,26 +241,33 @@ class LogScanner:
             return
         finding = self._found(rule.family, prefix, whole, number)
         finding.of_job = of_job is not None or not self.scan.source.job
-        if finding.count > _FLOOD and b"xid" not in skeleton and len(skeleton) <= _MAX_SKELETON:
+        few = not rule.family.transient and self._rank_at_once(raw) == rank and not self._is_summary(number)
+        if finding.count > (_FEW if few else _FLOOD) and self._may_flood(skeleton):
             flood = self._kinds.get(skeleton)
-            if not isinstance(flood, _Flood) or flood.finding is not finding:
-                decides = _DIGITS_DECIDE.search(skeleton) is not None
-                known: set[tuple[bytes, ...]] | None = set() if decides else None
-                flood = self._kinds[skeleton] = _Flood(finding, known, self._signatures.layout(raw))
-            if flood.signatures is not None and len(flood.signatures) < _FLOOD:
-                flood.signatures.add(self._signatures.of(raw))
+            if isinstance(flood, Flood) and flood.finding is finding:
+                flood.learn(raw, self._signatures)
+            else:
+                self._kinds[skeleton] = flood_of(finding, raw, skeleton, self._signatures)
 
-    def _flooded(self, flood: _Flood, raw: bytes, number: int) -> bool:
-        """Count a line of the flood's skeleton that can only lead to its finding; now and then do not."""
-        flood.seen += 1
-        if not flood.seen % (_LOOK if flood.seen < _LOOK * _FLOOD else _LOOK * 16):
+    def _may_flood(self, skeleton: bytes) -> bool:
+        return len(skeleton) <= _MAX_SKELETON and not self.scan.source.job
+
+    def _is_summary(self, number: int) -> bool:
+        return number - self._summary[1] <= _SUMMARY_LINES
+
+    def _flooded(self, flood: Flood, raw: bytes, number: int) -> bool:
+        """Count a line of the flood's skeleton that can only lead to its finding."""
+        if self._last_mark is not None:
+            self._settle()
+        if not flood.takes(raw, self.scan.progress.advances, self._signatures):
             return False
-        if flood.signatures is not None:
-            match = flood.layout.fullmatch(raw)
-            if (self._signatures.of(raw) if match is None else match.groups()) not in flood.signatures:
-                return False
-        flood.finding.count += 1
-        flood.finding.last_line = number
+        finding = flood.finding
+        finding.count += 1
+        finding.last_line = number
+        if len(finding.ranks) < MAX_RANKS:
+            rank = self._rank_at_once(raw)
+            if rank is not None:
+                finding.ranks.add(rank)
         return True
 
     def _of_job(self, line: str) -> bool | None:
@@ -298,25 +276,64 @@ class LogScanner:
         named = {found.group(1) or found.group(2) for found in _JOB.finditer(line)} if job else set()
         return job in named if named else None
 
-    def _continues_traceback(self, raw: bytes, number: int) -> bool:
+    def _rule_of(self, skeleton: bytes, prefix: Prefix) -> Rule | None:
+        numbers = tuple(_SMALL.findall(prefix.text)[:8]) if DIGITS_DECIDE.search(skeleton) else ()
+        key = (skeleton[:_MAX_SKELETON], numbers)
+        if key in self._matched:
+            return self._matched[key]
+        rule = self._rules.match_text(prefix.text, prefix.level)
+        if len(self._matched) >= _MAX_SKELETONS:
+            self._matched.clear()
+        self._matched[key] = rule
+        return rule
+
+    def _remember(self, raw: bytes, skeleton: bytes, rank: int | None, part: _Parts) -> bool:
+        """Remember what lines of a skeleton are to a traceback, if their rank can be told at once."""
+        if len(skeleton) > _MAX_SKELETON or self._rank_at_once(raw) != rank:
+            return False
+        if len(self._parts) >= _MAX_SKELETONS:
+            self._parts.clear()
+        self._parts[skeleton] = part
+        return True
+
+    def _continues_traceback(self, raw: bytes, skeleton: bytes, number: int) -> bool:
         whole = clip(raw.decode("utf-8", "replace"))
         prefix = parse_prefix(whole)
         rank = self._rank(prefix)
-        if HEADER in whole.lower():
+        if _HEADER in skeleton:
             self._tracebacks.begin(rank, number)
+            self._remember(raw, skeleton, rank, _BEGINS)
             return True
-        belongs, raised = self._tracebacks.take(rank, prefix.text)
+        where = self._tracebacks.frame_of(rank)
+        belongs, part, raised = self._tracebacks.take(rank, prefix.text)
+        if part is not None:
+            self._remember(raw, skeleton, rank, part)
         if raised is not None:
-            self._raised(raised, prefix, whole, number)
+            finding = self._raised(raised, skeleton, prefix, whole, number)
+            if finding.count > _FEW and where is not None and self._may_flood(skeleton):
+                self._remember_end(raw, skeleton, rank, where, finding)
         return belongs
 
-    def _raised(self, raised: Raised, prefix: Prefix, whole: str, number: int) -> None:
-        rule = self._rules.match_text(prefix.text, prefix.level)
+    def _remember_end(
+        self, raw: bytes, skeleton: bytes, rank: int | None, where: str, finding: Finding
+    ) -> None:
+        known = self._parts.get(skeleton)
+        ends = known if isinstance(known, dict) else {}
+        flood = ends.get(where)
+        if flood is not None and flood.finding is finding:
+            flood.learn(raw, self._signatures)
+        elif len(ends) < _FLOOD:
+            ends[where] = flood_of(finding, raw, skeleton, self._signatures)
+        self._remember(raw, skeleton, rank, ends)
+
+    def _raised(self, raised: Raised, skeleton: bytes, prefix: Prefix, whole: str, number: int) -> Finding:
+        rule = self._rule_of(skeleton, prefix)
         family = rule.family if rule is not None and rule.family.role is not Role.BENIGN else None
         if family is None:
             family = self._rules.families["code.exception"]
         finding = self._found(family, prefix, whole, number, key=f"{raised.type} {raised.frame}")
         finding.exception, finding.frame = raised.type, raised.frame
+        return finding
 
     def _found(self, family: Family, prefix: Prefix, whole: str, number: int, key: str = "") -> Finding:
         self._settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _PARTS = (
-    (re.compile(r"0x[0-9a-fA-F_]{2,32}|\b[0-9a-fA-F]{12,64}\b"), "#x"),
+    (re.compile(r"\b0x[0-9a-fA-F_]{2,32}|\b[0-9a-fA-F]{12,64}\b"), "#x"),
     (re.compile(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\]?(?:[:<]\d{1,5}>?)?"), "#ip"),
     (re.compile(r"\b[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{2,4}){2,7}(?:\.[0-9a-f])?\b"), "#pci"),
     (re.compile(r"/(?:[\w.@=+-]{1,120}/){1,24}"), "/…/"),
