@@ -281,6 +281,43 @@ def test_a_process_on_the_jobs_gpu_fails_and_is_named(tmp_path: Path, nvml: Fake
     assert told("gpu-processes", node) == [("fail", "gpu 2", "processes of no job: python3 (4711)")]
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "expected"),
+    [
+        ("0::/system.slice/slurmstepd.scope/job_8/step_0/user/task_0\n", "ok"),
+        ("5:devices:/slurm/uid_1000/job_8/step_batch\n1:name=systemd:/\n", "ok"),
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n", "fail"),
+        ("0::/system.slice/slurmstepd.scope/job_9/step_0/user/task_0\n", "fail"),
+        ("0::/user.slice/user-1000.slice/session-3.scope\n", "fail"),
+    ],
+    ids=["another job", "another job, version 1", "its own job", "a job that has ended", "a login session"],
+)
+def test_jobs_that_share_a_gpu_are_no_leftovers_of_each_other(
+    tmp_path: Path, nvml: FakeNvml, cgroup: str, expected: str
+) -> None:
+    nvml.gpus[2].processes = [4711]
+    node = fake_node(tmp_path, nvml, Stage.EPILOG, job=JobContext("7", gpus=(2,)))
+    node.tree.write("/proc/4711/cgroup", cgroup)
+    node.tree.write("/proc/80/status", "Name:\tslurmstepd\nUid:\t0\t0\t0\t0\n")
+    node.tree.write("/proc/80/cmdline", "slurmstepd: [8.0]")
+    assert status("gpu-processes", node) == expected
+
+
+def test_where_there_are_no_control_groups_the_parents_tell_whose_a_process_is(
+    tmp_path: Path, nvml: FakeNvml
+) -> None:
+    """A job without GPUs is told of none, so all are looked at."""
+    nvml.gpus[2].processes = [4711]
+    node = fake_node(tmp_path, nvml, Stage.PROLOG, job=JobContext("7"))
+    node.tree.write("/proc/4711/cgroup", "0::/system.slice/slurmd.service\n")
+    node.tree.write("/proc/4711/status", "Name:\tpython3\nPPid:\t90\nUid:\t5\t5\t5\t5\n")
+    assert status("gpu-processes", node) == "fail"
+    node.tree.write("/proc/90/status", "Name:\tbash\nPPid:\t80\nUid:\t5\t5\t5\t5\n")
+    node.tree.write("/proc/80/status", "Name:\tslurmstepd\nPPid:\t1\nUid:\t0\t0\t0\t0\n")
+    node.tree.write("/proc/80/cmdline", "slurmstepd: [8.0]")
+    assert status("gpu-processes", node) == "ok"
+
+
 def test_daemons_that_belong_on_a_gpu_are_no_leftovers(node: Node, nvml: FakeNvml) -> None:
     nvml.gpus[2].processes = [1]
     node.tree.write("/proc/1/comm", "nvidia-cuda-mps-server\n")

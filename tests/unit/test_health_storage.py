@@ -176,7 +176,7 @@ def test_little_room_warns_and_none_fails(room: Room, expected: list[tuple[str, 
 
 def _step(tree: FakeTree, pid: int, name: str, uid: int, job: str) -> None:
     tree.write(f"/proc/{pid}/status", f"Name:\t{name}\nUmask:\t0022\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
-    tree.write(f"/proc/{pid}/cmdline", f"slurmstepd: [{job}.batch]\0")
+    tree.write(f"/proc/{pid}/cmdline", f"slurmstepd: [{job}.batch]\0" if job else "slurmstepd\0infinity\0")
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,10 @@ def _step(tree: FakeTree, pid: int, name: str, uid: int, job: str) -> None:
         (Stage.PROLOG, ("slurmstepd", 0, "7"), "fail"),
         (Stage.PERIODIC, ("slurmstepd", 1001, "12"), "fail"),
         (Stage.PERIODIC, ("python3", 0, "12"), "fail"),
+        (Stage.PERIODIC, ("slurmstepd", 0, ""), "fail"),
         (Stage.RESTART, ("slurmstepd", 0, "7"), "fail"),
     ],
-    ids=["nobody", "a job", "another job", "its own", "a user's", "no step", "inside the job"],
+    ids=["nobody", "a job", "another job", "its own", "a user's", "no step", "infinity", "inside the job"],
 )
 def test_what_a_running_job_fills_drains_no_node(
     node: Node, tree: FakeTree, stage: Stage, step: tuple[str, int, str] | None, expected: str

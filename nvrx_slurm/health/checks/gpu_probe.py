@@ -15,7 +15,7 @@ import msgspec
 from nvrx_slurm.health import gpu_work
 from nvrx_slurm.health.gpus import name
 from nvrx_slurm.health.node import Node
-from nvrx_slurm.health.other_jobs import another_job_runs
+from nvrx_slurm.health.other_jobs import other_jobs
 from nvrx_slurm.health.registry import Need, Settings, check
 from nvrx_slurm.health.result import Action, CheckResult, Status, fail, ok, skip, warn
 from nvrx_slurm.health.stage import NODE_STAGES
@@ -90,7 +90,7 @@ def _somebody(node: Node) -> str:
     for gpu in range(node.nvml.count()):
         if processes := node.nvml.processes(gpu):
             return f"process {processes[0]} is on {name(gpu)}"
-    return "another job runs here" if another_job_runs(node) else ""
+    return "another job runs here" if other_jobs(node) else ""
 
 
 def _of_somebody(result: CheckResult, somebody: str) -> CheckResult:

@@ -8,6 +8,7 @@ import msgspec
 
 from nvrx_slurm.health.gpus import each_gpu, name
 from nvrx_slurm.health.node import Node
+from nvrx_slurm.health.other_jobs import job_of, other_jobs
 from nvrx_slurm.health.registry import Need, Settings, check
 from nvrx_slurm.health.result import CheckResult, fail
 from nvrx_slurm.health.stage import Stage
@@ -34,11 +35,14 @@ def gpu_processes(node: Node, settings: GpuProcessesSettings) -> list[CheckResul
     """Nobody else's process is on the job's GPUs.
 
     Lists the processes on the GPUs that Slurm gave the job, before its first and after its last process. On
-    GPUs of other jobs nothing is looked for; without Slurm's word on GPUs, all are looked at.
+    GPUs of other jobs nothing is looked for; without Slurm's word on GPUs, all are looked at. A process
+    of another job that runs is no finding: jobs may share a GPU, and one without GPUs is told of none.
     """
 
     def look(gpu: int) -> list[CheckResult]:
-        names = {pid: _comm(node, pid) for pid in node.nvml.processes(gpu)}
+        pids = node.nvml.processes(gpu)
+        others = other_jobs(node) if pids else ()
+        names = {pid: _comm(node, pid) for pid in pids if job_of(node, pid) not in others}
         stray = {pid: comm for pid, comm in names.items() if not comm.startswith(settings.allowed)}
         if not stray:
             return []

@@ -10,7 +10,7 @@ import msgspec
 
 from nvrx_slurm.health.isolation import call_isolated
 from nvrx_slurm.health.node import Node
-from nvrx_slurm.health.other_jobs import another_job_runs
+from nvrx_slurm.health.other_jobs import other_jobs
 from nvrx_slurm.health.registry import Need, Settings, check
 from nvrx_slurm.health.result import CheckResult, Status, fail, ok, warn
 from nvrx_slurm.health.stage import EVERY_STAGE
@@ -56,7 +56,7 @@ def space(node: Node, settings: SpaceSettings) -> list[CheckResult]:
             results.append(warn(f"statvfs: {answer.trouble}", _SIGNAL, scope))
         for room in answer.value or ():
             results += _judge(room, scope, settings)
-    if any(result.status is Status.FAIL for result in results) and another_job_runs(node):
+    if any(result.status is Status.FAIL for result in results) and other_jobs(node):
         results = [_of_a_job(result) for result in results]
     return results or [ok(f"{len(calls)} paths with room", _SIGNAL)]
 
