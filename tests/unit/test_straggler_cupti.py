@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from nvrx_slurm.straggler import CallableId, Detector, Report, Statistic, cupti
 from nvrx_slurm.straggler.arrival import lateness
 from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity
 from nvrx_slurm.straggler.torch_profiler import TorchProfiler, torch_profiler
-from tests.unit.kernel_records import SimulatedCupti, extension
+from tests.unit.kernel_records import SimulatedCupti, extension, simulated_library
 
 GRAPH_LAUNCH, DRIVER_LAUNCH = 311, -652
 
@@ -272,6 +274,49 @@ def test_a_tool_that_holds_cupti_leaves_cuda_events_and_that_is_said(
     assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS" in caplog.text
 
 
+def test_a_subscriber_of_before_is_found_by_trying_to_be_one() -> None:
+    """In a process of its own: it is tried once."""
+    extension()
+    script = """
+import ctypes, sys
+from nvrx_slurm.straggler.kernels import NoKernelTimesError, open_activity
+ctypes.CDLL(sys.argv[1]).sim_set(b"fail:cuptiSubscribe", ctypes.c_long(39))
+for _ in range(2):
+    try:
+        open_activity(["/nowhere/libcupti.so.13", sys.argv[1]])
+    except NoKernelTimesError as error:
+        print(error)
+library = ctypes.CDLL(sys.argv[1])
+print(library.sim_calls(b"cuptiActivityRegisterCallbacks"), library.sim_is_recording())
+library.sim_set(b"fail:cuptiSubscribe", ctypes.c_long(0))
+print(open_activity([sys.argv[1]]).version, library.sim_calls(b"cuptiUnsubscribe"))
+"""
+    path = simulated_library()
+    done = subprocess.run(
+        [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=100, check=False
+    )
+    refused = f"{path}: a profiler holds CUPTI in this process"
+    assert done.stdout.splitlines() == [refused, refused, "0 0", "130000 1"], done.stderr
+
+
+def test_a_version_that_nobody_knows_is_refused() -> None:
+    extension()
+    script = """
+import ctypes, sys
+from nvrx_slurm.straggler.kernels import open_activity
+ctypes.CDLL(sys.argv[1]).sim_set(b"version", ctypes.c_long(140000))
+open_activity([sys.argv[1]])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, simulated_library()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "has the CUPTI API version 140000: those of CUDA 11 to 13 are known" in done.stderr
+
+
 def test_cupti_that_stops_working_stops_no_training(
     simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,8 +394,6 @@ def test_without_a_library_it_says_so(tmp_path: Path) -> None:
 def test_the_extension_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import sys
-
     import nvrx_slurm.straggler
 
     monkeypatch.delattr(nvrx_slurm.straggler, "_cupti", raising=False)
