@@ -21,6 +21,7 @@ import torch
 from test_checkpoint_storage import same, state
 
 from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing.async_ckpt import worker_process
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool, OutOfMemoryError
 from nvrx_slurm.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
@@ -302,6 +303,20 @@ class TestFaults:
             checkpoint.finalize_async_save(blocking=True)
         assert list(tmp_path.iterdir()) == []
         assert self.saves_again(checkpoint, tmp_path / "b")
+
+    def test_a_worker_that_the_kernel_holds_is_given_up(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker_process, "LOOK_S", 0.05)
+        monkeypatch.setattr(worker_process, "STALL_S", 0.2)
+        assert self.saves_again(checkpoint, tmp_path / "a")
+        worker = checkpoint._queue._caller._current  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGSTOP)
+        checkpoint.async_save({"a": torch.ones(2)}, tmp_path / "b")
+        with pytest.raises(AsyncSaveError, match=r"held by the kernel for .*threads in state T"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert ended(worker.pid)
+        assert self.saves_again(checkpoint, tmp_path / "c")
 
     def test_a_worker_that_dies_while_it_is_idle_is_replaced(
         self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import mmap
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -21,10 +23,20 @@ from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
 from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Copied, Result, Task, receive, send
 from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
+from nvrx_slurm.checkpointing.async_ckpt.stall import StallWatch
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, aligned
 from nvrx_slurm.checkpointing.storage.layout import FileImage
 from nvrx_slurm.wire import checkpoint_writer
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""So often a worker that says nothing is looked at."""
+STALL_S = 600.0
+"""One that is held by the kernel for so long is given up; its saves have failed."""
+END_S = 30.0
+"""In this time a worker ends that has nothing more to do."""
 
 
 class Ticket:
@@ -247,17 +259,38 @@ class WorkerProcess:
             self._shut_down_if_closing()
 
     def _read(self) -> None:
+        watch = StallWatch(self.pid)
         with contextlib.suppress(EOFError):
             while True:
+                if not select.select([self._socket], [], [], LOOK_S)[0]:
+                    self._give_up_if_held(watch)
+                    continue
                 result, _ = receive(self._socket, Result)
                 with self._lock:
-                    handed = self._handed.pop(result.number)
-                handed.leave("worker")
-                handed.ticket.resolve(result.error, result.seconds)
-        self._bury()
-
-    def _bury(self) -> None:
+                    handed = self._handed.pop(result.number, None)
+                if handed is not None:  # else it was given up
+                    handed.leave("worker")
+                    handed.ticket.resolve(result.error, result.seconds)
         self._process.wait()
+        self._fail_what_is_left(self._epitaph())
+
+    def _give_up_if_held(self, watch: StallWatch) -> None:
+        """Storage may never answer. Then nobody waits for this worker any more; another one may do better.
+
+        Killed, it does nothing more when the kernel lets go of it: its files never get their names.
+        """
+        held_s = watch.held_s()
+        with self._lock:
+            is_held = bool(self._handed) and held_s >= STALL_S
+        if is_held:
+            why = (
+                f"the checkpoint worker (process {self.pid}) has been held by the kernel for {held_s:.0f} s "
+                f"(threads in state {watch.states()}): its storage does not answer, or it was stopped"
+            )
+            self._process.kill()
+            self._fail_what_is_left(why)
+
+    def _fail_what_is_left(self, why: str) -> None:
         with self._lock:
             self.is_alive = False
             left, self._handed = list(self._handed.values()), {}
@@ -265,7 +298,8 @@ class WorkerProcess:
             for folder in handed.folders:
                 with contextlib.suppress(OSError):
                     remove_leftovers(folder)
-            self._fail(handed)
+            handed.leave("worker")
+            handed.ticket.resolve(why)
 
     def _fail(self, handed: _Handed) -> None:
         handed.leave("worker")
@@ -273,6 +307,8 @@ class WorkerProcess:
 
     def _epitaph(self) -> str:
         code = self._process.returncode
+        if code is None:
+            return f"the checkpoint worker (process {self.pid}) was given up, and has not ended yet"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"the checkpoint worker (process {self._process.pid}) {how} before the checkpoint was written"
 
@@ -290,8 +326,14 @@ class WorkerProcess:
                 self._socket.shutdown(socket.SHUT_WR)
 
     def join(self) -> None:
-        """Wait until a closed worker has ended."""
-        self._reader.join()
+        """Wait until a closed worker has ended; one that the kernel holds is left, with a SIGKILL."""
+        self._reader.join(END_S)
+        if self._reader.is_alive():
+            self._process.kill()
+            _log.warning(
+                "the checkpoint worker (process %d) has not ended within %g s: left", self.pid, END_S
+            )
+            return
         self._socket.close()
 
     def kill(self) -> None:
