@@ -46,6 +46,8 @@ def hook(stage: str, limit: float, config_path: Path | None, state_dir: Path | N
     from nvrx_slurm.hooks.context import ContextError, HookContext
     from nvrx_slurm.hooks.hook import Hook
 
+    # slurmd's may be anything, and so would be who can write the directories that are made.
+    os.umask(0o077)
     checks, config = configured(config_path)
     notes = "" if sys.stdin.isatty() else sys.stdin.buffer.read(_MOST_NOTES).decode(errors="replace")
     try:

@@ -36,7 +36,7 @@ class Site:
 
     def configure(self, more: str) -> None:
         (self.root / "health.yaml").write_text(
-            f"state_dir: {self.root}/state\nhooks: {{slurm_bin: {self.root}/slurm}}\n"
+            f"state_dir: {self.root}/lib/nvrx/health\nhooks: {{slurm_bin: {self.root}/slurm}}\n"
             f"checks:\n  site-scripts: {{directory: {self.root}/checks.d}}\n{more}"
         )
 
@@ -52,6 +52,7 @@ class Site:
             text=True,
             timeout=60,
             check=False,
+            umask=0,
         )
 
     @property
@@ -64,6 +65,14 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
+
+
+def test_what_a_hook_remembers_nobody_else_reads_or_changes(site: Site) -> None:
+    (site.root / "checks.d" / "fan").unlink()
+    assert site.hook("prolog").returncode == 0
+    made = [site.root / "lib", *sorted((site.root / "lib").rglob("*"))]
+    assert made[-1].name == "baseline.json"
+    assert [path.name for path in made if path.stat().st_mode & 0o077] == []
 
 
 def assert_drained(site: Site, done: subprocess.CompletedProcess[str]) -> None:
