@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import stat
@@ -99,4 +100,16 @@ def _from_json(data: bytes) -> Any:
     except RecursionError as error:
         raise DumpError("the JSON is nested too deep") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if b"NaN" in data or b"Infinity" in data:
+            return _from_lax_json(data)
+        raise DumpError(f"the JSON is cut off or damaged ({str(error)[:80]})") from error
+
+
+def _from_lax_json(data: bytes) -> Any:
+    """Read JSON with NaN and Infinity in it, as Python's own writer leaves it."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise DumpError("the JSON is nested too deep") from error
+    except ValueError as error:
         raise DumpError(f"the JSON is cut off or damaged ({str(error)[:80]})") from error

@@ -235,6 +235,10 @@ class _Finder:
         for rank in self._missing(found):
             found[rank] = self._culprit(rank, CulpritClass.NO_DUMP, [])
         if not found:
+            # Of a pipeline's operations no numbers can be compared; but who waits for nothing does not send.
+            for rank in self._idle():
+                found[rank] = self._culprit(rank, CulpritClass.HOST_LAG, [])
+        if not found:
             found = self._of_the_program()
         behind = sorted({lag.rank for lag in (*device, *host)} | set(stall.heads))
         victims = [rank for rank in behind if rank not in found]
@@ -246,6 +250,13 @@ class _Finder:
         # A rank whose process is gone is a cause even where another culprit would do as an explanation.
         dead = self._gone & self._stall.reachable_from(self._stall.heads)
         return sorted((reached | dead) - set(self._stall.traces))
+
+    def _idle(self) -> list[int]:
+        """Return the ranks whose peers wait to receive from them, and that wait in no operation."""
+        stall = self._stall
+        waits = {op for op in stall.heads.values() if op.peers is not None}
+        waited_for = {rank for op in waits for rank in stall.blockers(op)} & set(stall.traces)
+        return sorted(waited_for - set(stall.heads))
 
     def _of_the_program(self) -> dict[int, RankCulprit]:
         self._mismatches = find_mismatches(self._stall.traces, self._stall.members)

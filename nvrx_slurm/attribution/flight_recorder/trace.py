@@ -17,6 +17,7 @@ MAX_PENDING = 64
 """Operations kept per rank, the oldest: what blocks a rank is among them."""
 _MAX_DURATIONS = 32
 _MAX_MEMBERS = 1_000_000
+_MAX_NUMBER = 2**53
 _GLOO = "gloo:"
 
 
@@ -49,7 +50,6 @@ class Op(msgspec.Struct, frozen=True):
     collective_seq_id: int = -1
     p2p_seq_id: int = -1
     profiling_name: str = ""
-    time_created_ns: int = 0
     input_sizes: list[list[int]] = []
     input_dtypes: list[str] = []
     output_sizes: list[list[int]] = []
@@ -169,6 +169,8 @@ class _Reducer:
             self._state(self._key(config.name or name, config.desc))
         self._take_all(self._dump.get("entries") or [])
         self._take_status()
+        if any(state.enqueued > _MAX_NUMBER for state in self._trace.groups.values()):
+            raise ValueError("an operation's number is out of range")
         if self._durations:
             self._trace.typical_op_s = statistics.median(self._durations) / 1e9
         return self._trace
@@ -228,8 +230,8 @@ class _Reducer:
             self._trace.pending.append((key, msgspec.convert(entry, Op, strict=False)))
         elif done and len(self._durations) < _MAX_DURATIONS:
             ended, began = entry.get("time_discovered_completed_ns"), entry.get("time_created_ns")
-            if ended and began and int(ended) > int(began):
-                self._durations.append(int(ended) - int(began))
+            if isinstance(ended, int) and isinstance(began, int) and ended > began > 0:
+                self._durations.append(ended - began)
         return state
 
     def _take_status(self) -> None:
