@@ -80,6 +80,12 @@ class RankReports:
                 )
             case rank_channel.PaceNames() | rank_channel.PacePeriod():
                 self._pace.take(cycle, request)
+            case rank_channel.InProcessRestart():
+                self._throttle.say(
+                    request.rank,
+                    msg.InProcessRestarted,
+                    msg.InProcessRestarted(cycle=cycle.cycle, restart=request),
+                )
             case rank_channel.TimeoutsChanged():
                 self._timeouts_changed(cycle, request)
             case rank_channel.ProgramFailed():

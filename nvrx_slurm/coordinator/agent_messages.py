@@ -30,6 +30,7 @@ _OF_THE_RUNNING_CYCLE = (
     msg.StepReached,
     msg.CheckpointReport,
     msg.StragglerReport,
+    msg.InProcessRestarted,
     msg.TimeoutsCalculated,
 )
 """What counts for nothing when its cycle is over."""
@@ -127,6 +128,18 @@ class AgentMessages:
                 # Whose name a rank may tell, but not where it is.
                 if slow_node is not None:
                     record(straggler_event(m.verdict, slow_node, told_by=m.rank))
+            case msg.InProcessRestarted(restart=restart):
+                record(
+                    journal.InprocessRestart(
+                        iteration=restart.iteration,
+                        ranks=list(restart.faulty),
+                        terminated=restart.terminated,
+                        world_size=restart.world_size,
+                        took_s=restart.took_s,
+                        phases_s=restart.phases_s,
+                        why=restart.why,
+                    )
+                )
             case msg.NodePace() as m:
                 self._pace.take(node, m)
             case msg.TimeoutsCalculated() as m:

@@ -45,6 +45,12 @@ def line_for(record: Record) -> str | None:
             )
         case journal.StragglerKept() as event:
             return f"node {event.node} is slow and stays: {event.why}"
+        case journal.InprocessRestart() as event:
+            gone = f", {_ranks(event.terminated)} gone" if event.terminated else ""
+            return (
+                f"restarted in process, iteration {event.iteration}, in {event.took_s:.3f} s: {event.why};"
+                f" {_ranks(event.world_size)} go on{gone}"
+            )
         case journal.FaultDetected() as event:
             return f"FAULT: {describe(event)}"
         case journal.HangEvidence() as event:

@@ -23,6 +23,7 @@ from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
 from nvrx_slurm.inprocess.call_wrapper import CallWrapper, release_all
 from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError, RankShouldRestart
 from nvrx_slurm.inprocess.gloo_sockets import shut_gloo_connections
+from nvrx_slurm.inprocess.job_report import report_restart
 from nvrx_slurm.inprocess.link import Link, describe
 from nvrx_slurm.inprocess.monitor_thread import (
     Interrupted,
@@ -233,6 +234,7 @@ class Engine:
         self._phase(Phase.RECOVERY)
         iteration = state.iteration
         self._assign(frozenset(release.terminated))
+        state = self._state
         self._collect_garbage()
         assignment_s = watch.lap()
         records = tuple(InterruptionRecord(r.rank, Interruption[r.kind]) for r in release.records)
@@ -240,6 +242,8 @@ class Engine:
             iteration, records, release.terminated, interrupt_s, finalize_s, health_check_s, barrier_s,
             assignment_s, watch.total,
         )  # fmt: skip
+        if state.rank == 0:
+            report_restart(state, self._call.last_restart)
         _log.warning(
             "rank %d restarts as iteration %d, %.3f s after: %s",
             state.initial_rank, state.iteration, watch.total, describe(release.records),

@@ -277,6 +277,24 @@ class CheckpointHeldUp(Event, frozen=True, tag="checkpoint_held_up"):
     """Begins with what follows: waited, skipped or failed."""
 
 
+class InprocessRestart(Event, frozen=True, tag="inprocess_restart"):
+    """The ranks called their function again without ending: no new cycle, nothing of the restart budget."""
+
+    iteration: int
+    """The one that begins; 1 for the first such restart of a call."""
+    ranks: list[int]
+    """Those with a fault, numbered as in the iteration before; 128 at most."""
+    terminated: int
+    """How many ranks are gone."""
+    world_size: int
+    """How many go on, spares included."""
+    took_s: float
+    """From the fault to the function, on the rank that told it."""
+    phases_s: dict[str, float]
+    """Its parts: interrupt, finalize, health_check, barrier, assignment."""
+    why: str
+
+
 class FaultDetected(Event, frozen=True, tag="fault_detected"):
     """Something was seen. A cycle may have several: a first and its cascade; the verdict names the cause."""
 
@@ -532,6 +550,7 @@ AnyEvent = (
     | CheckpointSaved
     | CheckpointLoaded
     | CheckpointHeldUp
+    | InprocessRestart
     | StragglerReport
     | RankScores
     | JobSlowed

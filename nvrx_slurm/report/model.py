@@ -106,6 +106,7 @@ class MomentKind(str, enum.Enum):
     FIRST_STEP = "first_step"
     CHECKPOINT_LOADED = "checkpoint_loaded"
     STRAGGLER = "straggler_report"
+    INPROCESS_RESTART = "inprocess_restart"
     FAULT = "fault"
     CASCADE = "cascade"
     WORKERS_STOPPED = "workers_stopped"

@@ -62,6 +62,7 @@ _MOMENT_NAMES = {
     MomentKind.FIRST_STEP: "training",
     MomentKind.CHECKPOINT_LOADED: "resumes",
     MomentKind.STRAGGLER: "slow",
+    MomentKind.INPROCESS_RESTART: "in-process",
     MomentKind.FAULT: "FAULT",
     MomentKind.CASCADE: "cascade",
     MomentKind.WORKERS_STOPPED: "stopped",

@@ -21,6 +21,7 @@ from nvrx_slurm.journal import (
     HangEvidence,
     HealthChecked,
     HealthDisbelieved,
+    InprocessRestart,
     JobEnded,
     JobSlowed,
     JobStarted,
@@ -68,6 +69,7 @@ from nvrx_slurm.report.words import (
     say_fault,
     say_gpu_memory,
     say_health,
+    say_inprocess,
     say_slowed,
     say_straggler,
     say_traces,
@@ -209,6 +211,8 @@ class _Teller:
                 # Once a cycle: it is reported for as long as it lasts.
                 self._told_slow[id(notes)].add((event.rank, event.section))
                 yield MomentKind.STRAGGLER, say_straggler(event)
+            case InprocessRestart() as event:
+                yield MomentKind.INPROCESS_RESTART, say_inprocess(event)
             case JobSlowed() as event if (-1, event.section) not in self._told_slow[id(notes)]:
                 self._told_slow[id(notes)].add((-1, event.section))
                 yield MomentKind.STRAGGLER, say_slowed(event)

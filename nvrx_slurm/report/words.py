@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from nvrx_slurm.journal import FaultKind, GpuMemoryLeft, HealthChecked, JobSlowed, StragglerReport, TracesKept
+from nvrx_slurm.journal import (
+    FaultKind,
+    GpuMemoryLeft,
+    HealthChecked,
+    InprocessRestart,
+    JobSlowed,
+    StragglerReport,
+    TracesKept,
+)
 from nvrx_slurm.report.model import Attributed, Cause, CycleEnd, CycleReport, HangFound, NodeOut, SeenFault
 
 
@@ -212,6 +220,13 @@ def say_straggler(event: StragglerReport) -> str:
     where = f"rank {event.rank} on {clean(event.node)}"
     seen = f"in {event.reports} of {event.of_reports} reports"
     return f"{where}: {clean(event.section)} takes {event.lost_ms:.3g} ms longer than elsewhere, {seen}"
+
+
+def say_inprocess(event: InprocessRestart) -> str:
+    """Say what a restart in process was for, how long it took, and who goes on."""
+    gone = f", {count(event.terminated, 'rank')} gone" if event.terminated else ""
+    went_on = f"{count(event.world_size, 'rank')} went on{gone}"
+    return f"iteration {event.iteration} began {event.took_s:.3f} s after {clean(event.why)}; {went_on}"
 
 
 def say_slowed(event: JobSlowed) -> str:

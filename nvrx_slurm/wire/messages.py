@@ -13,7 +13,7 @@ import msgspec
 from nvrx_slurm.pace import StragglerVerdict
 from nvrx_slurm.pace.exchange import NodePeriod, Scores
 from nvrx_slurm.wire.node_options import NodeOptions
-from nvrx_slurm.wire.rank_channel import CheckpointEvent, WorkloadAction
+from nvrx_slurm.wire.rank_channel import CheckpointEvent, InProcessRestart, WorkloadAction
 from nvrx_slurm.wire.timeouts import HeartbeatTimeouts, Monitoring, SectionTimeouts
 
 PROTOCOL_VERSION = 1
@@ -214,6 +214,13 @@ class StragglerReport(Message, frozen=True):
     verdict: StragglerVerdict
 
 
+class InProcessRestarted(Message, frozen=True):
+    """All ranks have called their function again, in their processes; told by one of this node."""
+
+    cycle: int
+    restart: InProcessRestart
+
+
 class NodePace(Message, frozen=True):
     """How long the ranks of this node took, as many as told it at about the same time."""
 
@@ -302,6 +309,7 @@ AgentMessage = (
     | StepReached
     | CheckpointReport
     | StragglerReport
+    | InProcessRestarted
     | NodePace
     | ControlRequest
     | HangEvidence

@@ -110,6 +110,25 @@ def pace_path(page: Path) -> Path:
     return page.with_suffix(".pace")
 
 
+class InProcessRestart(Request, frozen=True):
+    """The ranks have called their function again in their processes; one rank of all tells it."""
+
+    iteration: int
+    """The one that begins; 1 for the first restart."""
+    faulty: tuple[int, ...]
+    """Ranks that had a fault, numbered as in the iteration before; :data:`MOST_FAULTY` at most."""
+    terminated: int
+    """How many ranks are gone."""
+    world_size: int
+    """How many go on, spares included."""
+    took_s: float
+    phases_s: dict[str, float]
+    why: str
+
+
+MOST_FAULTY = 128
+
+
 class ProgramFailed(Request, frozen=True):
     """The main thread has failed; the process itself ends soon, or is kept by something."""
 
@@ -158,6 +177,7 @@ RankRequest = (
     | Straggler
     | PaceNames
     | PacePeriod
+    | InProcessRestart
     | ProgramFailed
 )
 
@@ -181,6 +201,17 @@ def is_acceptable(request: RankRequest) -> bool:
             return 0 <= request.first <= MOST_NAMES and all(map(is_name, request.names))
         case PacePeriod():
             return is_period(request.period)
+        case InProcessRestart():
+            counts = (request.iteration, request.terminated, request.world_size, *request.faulty)
+            times = (request.took_s, *request.phases_s.values())
+            return (
+                all(0 <= count < 2**31 for count in counts)
+                and all(0 <= time < math.inf for time in times)
+                and len(request.faulty) <= MOST_FAULTY
+                and len(request.phases_s) <= MOST_FAULTY
+                and all(map(is_layer, request.phases_s))
+                and is_description(request.why)
+            )
         case ProgramFailed():
             return 0 < request.exit < 256
         case _:

@@ -109,7 +109,8 @@ def test_a_rank_without_ping_restarts_and_all_survive_whatever_they_are_blocked_
     """S5, BUG-1: steady signs of life from elsewhere hide nothing."""
     done = ranks.run([(1, "livelock")], [(2, "livelock")], others="gloo", times=_HANGS)
     all_returned(done)
-    assert (1, "SOFT_TIMEOUT") in done[0].records(1)
+    # Those that wait for it in the all-reduce are as silent as it is.
+    assert {kind for _, kind in done[0].records(1)} == {"SOFT_TIMEOUT"}
     fault, again = done[1].all("fault")[0]["t"], done[1].all("enter")[1]["t"]
     assert again - fault >= 1.0
 

@@ -77,6 +77,19 @@ TOLD: list[tuple[AnyEvent, str]] = [
         "rank 1's save 3 skipped: no room for another snapshot",
     ),
     (
+        journal.InprocessRestart(
+            iteration=2,
+            ranks=[3],
+            terminated=1,
+            world_size=7,
+            took_s=0.0213,
+            phases_s={"barrier": 0.01},
+            why="Interruption.TERMINATED affecting ranks {3}",
+        ),
+        "restarted in process, iteration 2, in 0.021 s: Interruption.TERMINATED affecting ranks {3};"
+        " 7 ranks go on, 1 rank gone",
+    ),
+    (
         journal.FaultDetected(kind=FaultKind.SIGNAL, node="n1", rank=3, signal="SIGKILL", detector="child"),
         "FAULT: rank 3 on n1 was killed by SIGKILL",
     ),

@@ -26,6 +26,7 @@ from nvrx_slurm.journal import (
     HealthChecked,
     HealthDisbelieved,
     HealthFinding,
+    InprocessRestart,
     JobEnded,
     JobStarted,
     NodeExcluded,
@@ -621,6 +622,29 @@ def test_a_slow_rank_is_one_line_of_each_cycle() -> None:
     w.at(16.0, slow)
     lines = [m.text for m in report(w.records, now=17.0).timeline if m.kind is MomentKind.STRAGGLER]
     assert lines == ["rank 5 on n3: load takes 12.3 ms longer than elsewhere, in 2 of 3 reports"]
+
+
+def test_a_restart_in_process_is_a_line_of_the_timeline_and_no_cycle() -> None:
+    w = training()
+    before = len(report(w.records, now=15.0).cycles)
+    w.at(
+        15.0,
+        InprocessRestart(
+            iteration=1,
+            ranks=[5],
+            terminated=0,
+            world_size=8,
+            took_s=0.0123,
+            phases_s={"interrupt": 0.01},
+            why="Interruption.EXCEPTION affecting ranks {5}",
+        ),
+    )
+    after = report(w.records, now=17.0)
+    lines = [m.text for m in after.timeline if m.kind is MomentKind.INPROCESS_RESTART]
+    assert lines == [
+        "iteration 1 began 0.012 s after Interruption.EXCEPTION affecting ranks {5}; 8 ranks went on"
+    ]
+    assert len(after.cycles) == before
 
 
 def test_progress_and_saved_checkpoints_are_no_lines_of_the_timeline() -> None:
