@@ -1,0 +1,58 @@
+"""In-process restart under nvrx-launch: in the journal; and what it can't save is restarted in the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from harness import RANK
+from launchers import LaunchedJob, launched_jobs
+
+from nvrx_slurm import journal
+
+Jobs = partial[LaunchedJob]
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = (
+    RANK
+    + """
+from nvrx_slurm.inprocess import CallWrapper, Wrapper
+
+@Wrapper()
+def train(call: CallWrapper):
+    call.store.barrier(f"begin{call.iteration}", 2)
+    if cycle == 0 and call.iteration == 0 and rank == 1:
+        raise ValueError("can be saved in place")
+    if cycle == 0 and call.iteration == 1 and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cycle == 0:
+        while True:
+            time.sleep(0.01)
+
+train()
+"""
+)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Jobs]:
+    with launched_jobs(tmp_path) as make:
+        yield make
+
+
+def test_a_fault_is_healed_in_process_and_a_death_by_the_next_cycle(launched: Jobs) -> None:
+    job = launched(SCRIPT, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", real_torch=True)
+    job.launch("n1", TORCH_CPP_LOG_LEVEL="error")
+    assert job.code() == 0, job.stderr
+    (restart,) = job.events(journal.InprocessRestart)
+    assert restart.iteration == 1
+    assert restart.ranks == [1]
+    assert (restart.terminated, restart.world_size) == (0, 2)
+    assert sum(restart.phases_s.values()) == pytest.approx(restart.took_s, abs=1e-6)
+    assert "restarted in process, iteration 1" in job.stderr
+    # The agent's is the one decision on a death, and it alone costs of the budget.
+    assert len(job.events(journal.CycleStarted)) == 2
+    assert [fault.signal for fault in job.events(journal.FaultDetected)][:1] == ["SIGKILL"]
+    assert job.nothing_is_left()
