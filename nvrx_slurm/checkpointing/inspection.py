@@ -10,9 +10,11 @@ from enum import Enum
 from pathlib import Path
 
 from nvrx_slurm.checkpointing.storage import manifest
-from nvrx_slurm.checkpointing.storage.checksums import Verification, verify_file
+from nvrx_slurm.checkpointing.storage.checksums import Verification, verify_content, verify_file
 from nvrx_slurm.checkpointing.storage.durable import is_temporary, leftovers
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
+from nvrx_slurm.checkpointing.storage.folders import FileInfo, RemoteFolder, folder_at
+from nvrx_slurm.checkpointing.storage.objects import read_object
 
 _FILE_SUFFIXES = (".pt", ".pth", ".ckpt")
 _DATA_SUFFIX = ".distcp"
@@ -44,7 +46,8 @@ class State(Enum):
 class Checkpoint:
     """One checkpoint on disk."""
 
-    path: Path
+    path: Path | str
+    """A string: a URL."""
     kind: Kind
     state: State
     size: int
@@ -54,17 +57,26 @@ class Checkpoint:
     why: str = ""
     """What is wrong, in words."""
 
+    @property
+    def name(self) -> str:
+        return str(self.path).rstrip("/").rpartition("/")[2]
 
-def find(folder: Path) -> list[Checkpoint]:
+
+def find(folder: Path | str) -> list[Checkpoint]:
     """Return the checkpoints in a directory, or the one that it is, oldest first; their bits are not read.
+
+    Args:
+        folder: may be a URL.
 
     Raises:
         OSError: it can't be read.
     """
+    if isinstance(folder, str):
+        return _find_at(folder)
     if folder.is_file() or _is_checkpoint_directory(folder):
         return [_look(folder)]
     found = [_look(path) for path in folder.iterdir() if _is_checkpoint(path)]
-    return sorted(found, key=lambda each: (each.modified, each.path.name))
+    return sorted(found, key=lambda each: (each.modified, each.name))
 
 
 def verify(checkpoint: Checkpoint) -> Checkpoint:
@@ -72,7 +84,7 @@ def verify(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.state in (State.TORN, State.DAMAGED):
         return checkpoint
     try:
-        found = {verify_file(path) for path in _data_files(checkpoint)}
+        found = {_verify_one(path) for path in _data_files(checkpoint)}
     except (CorruptCheckpointError, OSError) as error:
         return replace(checkpoint, state=State.DAMAGED, why=str(error))
     intact = found <= {Verification.INTACT} and _has_own_record(checkpoint)
@@ -85,13 +97,18 @@ def torn_files(folder: Path) -> list[Path]:
     return [path for each in (folder, *sorted(below)) for path in leftovers(each)]
 
 
+def _verify_one(path: Path | str) -> Verification:
+    return verify_content(path, read_object(path)) if isinstance(path, str) else verify_file(path)
+
+
 def remove(checkpoint: Checkpoint) -> None:
     """Remove a checkpoint; of a directory ``.metadata`` first, so that nobody takes the rest for whole."""
+    path = Path(checkpoint.path)
     if checkpoint.kind is Kind.FILE:
-        checkpoint.path.unlink()
+        path.unlink()
         return
-    (checkpoint.path / manifest.METADATA).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint.path)
+    (path / manifest.METADATA).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -117,12 +134,17 @@ def _look(path: Path) -> Checkpoint:
         return Checkpoint(
             path, Kind.FILE, state, stat.st_size, stat.st_mtime, "" if stat.st_size else "empty"
         )
-    size = sum(each.stat().st_size for each in _files(path))
-    if not manifest.is_committed(path):
+    return _look_into(path)
+
+
+def _look_into(path: Path | str) -> Checkpoint:
+    files = folder_at(path).files()
+    size = sum(each.size for each in files.values())
+    if manifest.METADATA not in files:
         why = "no .metadata: its writer has not finished"
-        return Checkpoint(path, Kind.DIRECTORY, State.TORN, size, path.stat().st_mtime, why)
-    modified = (path / manifest.METADATA).stat().st_mtime
-    found = Checkpoint(path, Kind.DIRECTORY, State.COMMITTED, size, modified)
+        modified = max((each.modified for each in files.values()), default=0.0)
+        return Checkpoint(path, Kind.DIRECTORY, State.TORN, size, modified, why)
+    found = Checkpoint(path, Kind.DIRECTORY, State.COMMITTED, size, files[manifest.METADATA].modified)
     try:
         listed = manifest.read(path)
         if listed is not None:
@@ -132,17 +154,39 @@ def _look(path: Path) -> Checkpoint:
     return found
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+def _find_at(url: str) -> list[Checkpoint]:
+    """What stands at a URL, whose store knows names and sizes of objects, and nothing half written."""
+    folder = RemoteFolder(url)
+    names = folder.files()
+    if any(_is_of_a_directory(name) for name in names):
+        return [_look_into(folder.url)]
+    itself = RemoteFolder(url.rstrip("/").rpartition("/")[0]).info(url.rstrip("/").rpartition("/")[2])
+    if itself is not None:
+        return [_object(folder.url, itself)]
+    found = [_object(folder.where(n), each) for n, each in names.items() if n.endswith(_FILE_SUFFIXES)]
+    for entry in folder.entries():
+        below = folder.where(entry["name"].rstrip("/").rpartition("/")[2])
+        if entry["type"] == "directory" and any(map(_is_of_a_directory, RemoteFolder(below).files())):
+            found.append(_look_into(below))
+    return sorted(found, key=lambda each: (each.modified, each.name))
 
 
-def _data_files(checkpoint: Checkpoint) -> Iterator[Path]:
+def _is_of_a_directory(name: str) -> bool:
+    return name == manifest.METADATA or name.endswith(_DATA_SUFFIX)
+
+
+def _object(url: str, info: FileInfo) -> Checkpoint:
+    state, why = (State.COMMITTED, "") if info.size else (State.DAMAGED, "empty")
+    return Checkpoint(url, Kind.FILE, state, info.size, info.modified, why)
+
+
+def _data_files(checkpoint: Checkpoint) -> Iterator[Path | str]:
     if checkpoint.kind is Kind.FILE:
         yield checkpoint.path
         return
     listed = manifest.read(checkpoint.path)
     if listed is not None:
-        yield from (checkpoint.path / name for name in listed.files)
+        yield from (folder_at(checkpoint.path).where(name) for name in listed.files)
 
 
 def _has_own_record(checkpoint: Checkpoint) -> bool:

@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 200
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _WHERE = click.argument("where", metavar="DIR", type=click.Path(exists=True, path_type=Path))
+
+
+class _PathOrUrl(click.Path):
+    """A path that exists, or a URL for fsspec, as text."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        from nvrx_slurm.checkpointing.storage.objects import is_url
+
+        return value if is_url(value) else super().convert(value, param, ctx)
+
+
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_ANYWHERE = click.argument("where", metavar="DIR|URL", type=_PathOrUrl(exists=True, path_type=Path))
 
 
 @click.group(context_settings=_SETTINGS)
@@ -29,20 +41,20 @@ def main() -> None:
 
 
 @main.command("ls")
-@_WHERE
+@_ANYWHERE
 @_JSON
-def list_(where: Path, as_json: bool) -> None:
-    """List the checkpoints in DIR, oldest first; their bits are not read."""
+def list_(where: Path | str, as_json: bool) -> None:
+    """List the checkpoints in DIR, or at a URL as s3://bucket/run, oldest first; their bits are not read."""
     from nvrx_slurm.checkpointing.inspection import find
 
     _show(where, _asked(find, where), as_json)
 
 
 @main.command()
-@_WHERE
+@_ANYWHERE
 @_JSON
-def verify(where: Path, as_json: bool) -> None:
-    """Read the checkpoints in DIR and compare every bit with its checksum.
+def verify(where: Path | str, as_json: bool) -> None:
+    """Read the checkpoints in DIR, or at a URL, and compare every bit with its checksum.
 
     Exits 1 if one is damaged or torn. Of those that another writer made without checksums only the
     structure of a file can be checked; that is said, and is no failure.
@@ -66,7 +78,7 @@ def inspect(where: Path, as_json: bool) -> None:
     from nvrx_slurm.checkpointing.storage import CorruptCheckpointError
 
     try:
-        found = entries(_the_one(where).path)
+        found = entries(Path(_the_one(where).path))
     except (CorruptCheckpointError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise click.ClickException(f"{where}: {str(error).splitlines()[0]}") from None
     if as_json:
@@ -101,7 +113,7 @@ def prune(where: Path, as_json: bool, keep: int, dry_run: bool) -> None:
             remove(each)
         for path in torn:
             path.unlink(missing_ok=True)
-    gone = [*(each.path for each in old), *torn]
+    gone = [*(Path(each.path) for each in old), *torn]
     if as_json:
         _print({"schema": "nvrx.ckpt.prune.v1", "removed": list(map(str, gone)), "dry_run": dry_run})
     else:
@@ -109,14 +121,14 @@ def prune(where: Path, as_json: bool, keep: int, dry_run: bool) -> None:
             click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
 
 
-def _asked(find: Any, where: Path) -> list[Checkpoint]:
+def _asked(find: Any, where: Path | str) -> list[Checkpoint]:
     try:
         return list(find(where))
     except OSError as error:
         raise click.ClickException(f"{error.filename or where}: {error.strerror or error}") from None
 
 
-def _find(where: Path) -> list[Checkpoint]:
+def _find(where: Path | str) -> list[Checkpoint]:
     from nvrx_slurm.checkpointing.inspection import find
 
     return _asked(find, where)
@@ -138,7 +150,7 @@ def _watched(found: list[Checkpoint], *, quiet: bool) -> Any:
     return track(found, "verifying", console=console, disable=quiet or not console.is_terminal)
 
 
-def _show(where: Path, found: list[Checkpoint], as_json: bool) -> None:
+def _show(where: Path | str, found: list[Checkpoint], as_json: bool) -> None:
     if as_json:
         _print({"schema": "nvrx.ckpt.ls.v1", "path": str(where), "checkpoints": list(map(_document, found))})
         return
@@ -155,7 +167,7 @@ def _show(where: Path, found: list[Checkpoint], as_json: bool) -> None:
     for each in found:
         when = datetime.fromtimestamp(each.modified).strftime("%Y-%m-%d %H:%M:%S")
         state = Text(each.state.value, style=colours.get(each.state, ""))
-        table.add_row(Text(each.path.name), each.kind.value, state, _size(each.size), when, Text(each.why))
+        table.add_row(Text(each.name), each.kind.value, state, _size(each.size), when, Text(each.why))
     console = _console()
     if found:
         console.print(table)

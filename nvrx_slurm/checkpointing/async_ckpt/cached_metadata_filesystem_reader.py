@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nvrx_slurm.checkpointing.storage import manifest
-from nvrx_slurm.checkpointing.storage.checksums import Region, verify_file
+from nvrx_slurm.checkpointing.storage.checksums import Region, checksum, verify_content, verify_file
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
+from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
-from nvrx_slurm.regular_file import open_regular
+from nvrx_slurm.checkpointing.storage.objects import absolute, is_url, read_object
 
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _PLAIN = {
@@ -31,7 +36,7 @@ _PLAIN = {
 class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
     """A reader for ``torch.distributed.checkpoint.load(state, storage_reader=…)``."""
 
-    _cache: ClassVar[dict[Path, tuple[tuple[int, int, int], Any]]] = {}
+    _cache: ClassVar[dict[str, tuple[int, Any]]] = {}
 
     def __init__(
         self, path: str | os.PathLike[str], cache_metadata: bool = True, *, verify: bool = True
@@ -43,8 +48,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
             verify: compare what is read with its checksums, where the files have some.
         """
         super().__init__(path)
+        self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path).absolute()
         self._cache_metadata = cache_metadata
         self._verify = verify
+        if isinstance(self.folder, str):
+            self.fs, self.path = _Objects(verify=verify), self.folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metadata of the checkpoint.
@@ -54,19 +62,18 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
                 has no place in it.
             OSError: it can't be read; without it there is no checkpoint.
         """
-        path = Path(self.path).absolute() / METADATA
-        with open(open_regular(path, follow_link=True), "rb") as file:
-            stat = os.fstat(file.fileno())
-            identity = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            known = self._cache.get(path)
-            if self._cache_metadata and known is not None and known[0] == identity:
-                metadata = known[1]
-            else:
-                if self._verify:
-                    manifest.read(path.parent)
-                metadata = _unpickle(path, file)
+        path = folder_at(self.folder).where(METADATA)
+        content = folder_at(self.folder).read(METADATA)
+        identity = checksum(content)
+        known = self._cache.get(str(path))
+        if self._cache_metadata and known is not None and known[0] == identity:
+            metadata = known[1]
+        else:
+            if self._verify:
+                manifest.read(self.folder)
+            metadata = _unpickle(path, io.BytesIO(content))
         if self._cache_metadata:
-            self._cache[path] = identity, metadata
+            self._cache[str(path)] = identity, metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -78,7 +85,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
         if path is None:
             cls._cache.clear()
         else:
-            cls._cache.pop(Path(path).absolute() / METADATA, None)
+            cls._cache.pop(str(folder_at(absolute(path)).where(METADATA)), None)
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read what this rank wants.
@@ -92,8 +99,33 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
                 place = self.storage_data[item.storage_index]
                 wanted[place.relative_path].add(Region(place.offset, place.length))
             for name, parts in wanted.items():
-                _verify_parts(Path(self.path) / name, sorted(parts, key=lambda part: part.offset))
+                if isinstance(self.folder, Path):
+                    _verify_parts(self.folder / name, sorted(parts, key=lambda part: part.offset))
         return super().read_data(plan, planner)
+
+
+class _Objects(FileSystem):  # type: ignore[misc]
+    """What a reader of torch's asks of a file system, at a URL; each object is fetched and checked whole."""
+
+    def __init__(self, *, verify: bool) -> None:
+        self._verify = verify
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.BytesIO]:
+        del mode  # "rb" for a reader
+        try:
+            content = read_object(os.fspath(path))
+        except FileNotFoundError:
+            raise CorruptCheckpointError(os.fspath(path), "the file is missing") from None
+        if self._verify:
+            verify_content(os.fspath(path), content)
+        yield io.BytesIO(content)
 
 
 def _verify_parts(path: Path, parts: list[Region]) -> None:
@@ -117,7 +149,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
-def _unpickle(path: Path, file: Any) -> Any:
+def _unpickle(path: Path | str, file: Any) -> Any:
     try:
         return _MetadataUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:

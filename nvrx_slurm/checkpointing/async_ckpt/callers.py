@@ -15,6 +15,7 @@ from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import SnapshotMode
 from nvrx_slurm.checkpointing.async_ckpt.worker_process import Ticket, WorkerProcess
 from nvrx_slurm.checkpointing.storage.layout import lay_out
+from nvrx_slurm.checkpointing.storage.objects import absolute
 
 
 class AsyncCaller(ABC):
@@ -56,7 +57,7 @@ class AsyncCaller(ABC):
 
     def _hand_over(self, worker: WorkerProcess, request: AsyncRequest) -> Ticket:
         if isinstance(request.async_fn, FileWrites):
-            files = [(str(path.absolute()), image) for path, image in request.async_fn.images()]
+            files = [(absolute(path), image) for path, image in request.async_fn.images()]
             return worker.hand_over(self._pool, files, self._mode)
         if isinstance(request.async_fn, ReadyWrites):
             return request.async_fn.hand_to(worker)

@@ -18,18 +18,19 @@ class FileWrites:
 
     def __init__(
         self,
-        files: Sequence[tuple[Path, object]],
+        files: Sequence[tuple[Path | str, object]],
         when_failed: Callable[[Exception], None] | None = None,
     ) -> None:
         """
         Args:
+            files: each with its path or URL.
             when_failed: told of what goes wrong in a direct call, which then raises nothing: for whoever
                 tells other ranks.
         """
         self._files = tuple(files)
         self._when_failed = when_failed
 
-    def images(self) -> list[tuple[Path, FileImage]]:
+    def images(self) -> list[tuple[Path | str, FileImage]]:
         """Lay out what is not yet.
 
         Raises:

@@ -32,7 +32,9 @@ from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
 from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.bundle import Bundle
 from nvrx_slurm.checkpointing.storage.durable import make_directory
+from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.layout import FileImage, lay_out
+from nvrx_slurm.checkpointing.storage.objects import is_url
 
 _SUFFIX = ".distcp"
 _results_queue = None  # looked for by users of NVIDIA's package; results need no queue here
@@ -64,7 +66,7 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
     ) -> None:
         """
         Args:
-            path: of the checkpoint, a directory that all ranks see.
+            path: of the checkpoint, a directory that all ranks see, or a URL of one for fsspec.
             args, kwargs: as torch's ``FileSystemWriter``; ``thread_count`` is the number of files that
                 are written at a time.
             separation_hint: tensors whose name begins with it go to files of their own.
@@ -77,6 +79,8 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         """
         del is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors
         super().__init__(path, *args, **kwargs)
+        self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path)
+        self.path = self.folder
         if use_msc:
             raise NotImplementedError("use_msc: NVIDIA's multi-storage client is not supported")
         if not self.single_file_per_rank:
@@ -94,9 +98,10 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Make the directory."""
-        make_directory(self.path)
-        if manifest.is_committed(self.path) and not self.overwrite:
-            raise RuntimeError(f"{self.path} holds a checkpoint, and overwrite is False")
+        if isinstance(self.folder, Path):
+            make_directory(self.folder)
+        if manifest.is_committed(self.folder) and not self.overwrite:
+            raise RuntimeError(f"{self.folder} holds a checkpoint, and overwrite is False")
         return plan
 
     def prepare_decentralized_global_plan(self, plan: Any) -> Any:
@@ -113,14 +118,14 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
 
     def _lay_out(self, plan: Any, planner: Any) -> FileWrites | None:
         # Files of the checkpoint that is there now stay until the new one is committed.
-        generation = f".{secrets.token_hex(4)}" if manifest.is_committed(self.path) else ""
-        files: list[tuple[Path, object]] = []
+        generation = f".{secrets.token_hex(4)}" if manifest.is_committed(self.folder) else ""
+        files: list[tuple[Path | str, object]] = []
         for number, (group, items) in enumerate(self._buckets(plan.items)):
             name = f"{group}{plan.storage_data.prefix}{number}{generation}{_SUFFIX}"
             bundle = Bundle()
             for item in items:
                 self._results.append(_add(bundle, item, planner.resolve_data(item), name))
-            files.append((Path(self.path) / name, bundle.image()))
+            files.append((folder_at(self.folder).where(name), bundle.image()))
         return FileWrites(files, when_failed=self._note_failure) if files else None
 
     def _buckets(self, items: list[Any]) -> Iterable[tuple[str, list[Any]]]:
@@ -163,7 +168,7 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         metadata.storage_data = {each.index: each.storage_data for rank in results for each in rank}
         metadata.storage_meta = self.storage_meta()
         names = {place.relative_path for place in metadata.storage_data.values()}
-        manifest.commit(Path(self.path), pickle.dumps(metadata), names)
+        manifest.commit(self.folder, pickle.dumps(metadata), names)
 
 
 def split_evenly(items: list[Any], bins: int) -> list[list[Any]]:
@@ -218,7 +223,7 @@ def _filled(image: FileImage, storage: Any, tensors: tuple[Any, ...]) -> FileIma
 
 def _failing(error: Exception) -> FileWrites:
     class Failing(FileWrites):
-        def images(self) -> list[tuple[Path, FileImage]]:
+        def images(self) -> list[tuple[Path | str, FileImage]]:
             raise error
 
     return Failing([], when_failed=lambda _error: None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
@@ -63,7 +62,8 @@ class TorchAsyncCheckpoint:
         """Begin to save the state as it is now.
 
         Args:
-            f: where to. Not an open file: that could not be replaced when it is whole.
+            f: where to, a path or a URL for fsspec. Not an open file: that could not be replaced when it
+                is whole.
             step: of training; when the save is finalized the job's journal is told of it, where there is one.
             layer: what the journal calls such checkpoints.
 
@@ -74,7 +74,7 @@ class TorchAsyncCheckpoint:
             raise TypeError(f"async_save takes a path, not {type(f).__name__}")
         if args or kwargs:
             raise TypeError("async_save takes a state and a path, and none of torch.save's options")
-        request = AsyncRequest(FileWrites([(Path(f), state_dict)]), (), [])
+        request = AsyncRequest(FileWrites([(os.fspath(f), state_dict)]), (), [])
         if step is not None:
             request.add_finalize_fn(partial(job_journal().report_checkpoint_saved, step, layer))
         self._queue.schedule_async_request(request)

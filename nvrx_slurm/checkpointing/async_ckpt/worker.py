@@ -33,13 +33,14 @@ from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.filling import AbandonedError, Filling
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, write_image
+from nvrx_slurm.checkpointing.storage.objects import is_url
 from nvrx_slurm.checkpointing.storage.pace import Pace
 from nvrx_slurm.wire import checkpoint_writer
 
 _MOST_WRITERS = 16
 _WRITES_AT_ONCE = 4
 _PAUSES_S = (1.0, 4.0, 15.0)
-_PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
+_PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EINTR)
 _ERROR_LENGTH = 16_000
 
 
@@ -66,7 +67,7 @@ def grace_s() -> float:
 
 
 def patiently(write: Callable[[], None], wait: Callable[[float], None] = time.sleep) -> None:
-    """Write, again after a while where a network file system has stumbled (EIO, ESTALE, …).
+    """Write, again after a while where a network file system, or a store, has stumbled (EIO, ESTALE, …).
 
     A full disk (ENOSPC, EDQUOT) is an error at once: waiting would hold the snapshot's memory.
     """
@@ -74,7 +75,7 @@ def patiently(write: Callable[[], None], wait: Callable[[float], None] = time.sl
         try:
             return write()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in _PASSING and not isinstance(error, (ConnectionError, TimeoutError)):
                 raise
             wait(pause_s)
     return write()
@@ -177,7 +178,7 @@ class _Worker:
         return None
 
     def _write(self, specs: tuple[ImageSpec, ...], memory: mmap.mmap, filling: Filling) -> None:
-        for folder in {Path(spec.path).parent for spec in specs} - self._swept:
+        for folder in {Path(spec.path).parent for spec in specs if not is_url(spec.path)} - self._swept:
             with contextlib.suppress(OSError):
                 remove_leftovers(folder)
                 self._swept.add(folder)

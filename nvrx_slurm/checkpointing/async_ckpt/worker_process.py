@@ -27,6 +27,7 @@ from nvrx_slurm.checkpointing.async_ckpt.stall import StallWatch
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, aligned
 from nvrx_slurm.checkpointing.storage.layout import FileImage
+from nvrx_slurm.checkpointing.storage.objects import is_url
 from nvrx_slurm.wire import checkpoint_writer
 
 _log = logging.getLogger(__name__)
@@ -139,6 +140,11 @@ class _Feed:
             self._say(Copied(self._handed.number, failure=why))
 
 
+def _folders_of(specs: Sequence[ImageSpec]) -> frozenset[Path]:
+    """Where a killed worker may leave half a file."""
+    return frozenset(Path(spec.path).parent for spec in specs if not is_url(spec.path))
+
+
 class WorkerProcess:
     """One worker. Its death ends its tasks with an error; it is not started again."""
 
@@ -196,7 +202,7 @@ class WorkerProcess:
             placed.append((end, image))
             end += aligned(image.size)
         arena = pool.acquire(end)
-        folders = frozenset(Path(spec.path).parent for spec in specs if call is None)
+        folders = frozenset() if call is not None else _folders_of(specs)
         handed = _Handed(next(self._numbers), pool, arena, folders, "snapshot")
         try:
             self._send_task(Task(handed.number, arena.key, tuple(specs), call), handed)
@@ -212,7 +218,7 @@ class WorkerProcess:
 
     def hand_over_ready(self, pool: MemoryPool, memory: SharedMemory, spec: ImageSpec) -> Ticket:
         """Have the worker write a file that lies whole in shared memory."""
-        handed = _Handed(next(self._numbers), pool, memory, frozenset([Path(spec.path).parent]))
+        handed = _Handed(next(self._numbers), pool, memory, _folders_of([spec]))
         try:
             if self._send_task(Task(handed.number, memory.key, (spec,)), handed):
                 self._say(Copied(handed.number, is_whole=True))

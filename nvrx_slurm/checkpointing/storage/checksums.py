@@ -9,6 +9,7 @@ torch reads the file as ever.
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import struct
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -113,6 +115,18 @@ def verify_file(path: Path | str, parts: Sequence[Region] | None = None) -> Veri
         return _verify(path, view, parts)
 
 
+def verify_content(where: Path | str, content: bytes, parts: Sequence[Region] | None = None) -> Verification:
+    """Check a file that has been read already, as :func:`verify_file` does.
+
+    Args:
+        where: its path or URL, for messages.
+    """
+    if not content:
+        raise CorruptCheckpointError(where, "the file is empty")
+    with memoryview(content) as view:
+        return _verify(where, view, parts, io.BytesIO(content))
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
     """Yield the descriptor of a regular file.
@@ -153,7 +167,7 @@ class Table:
     rest: int
     """Of everything else."""
 
-    def check_rest(self, path: Path, view: memoryview) -> None:
+    def check_rest(self, path: Path | str, view: memoryview) -> None:
         """See whether what lies between the tensors, and what describes them, is what was written.
 
         Raises:
@@ -164,13 +178,16 @@ class Table:
             raise CorruptCheckpointError(path, "what lies between the tensors is not what was written")
 
 
-def find_table(path: Path, view: memoryview) -> Table | None:
+def find_table(path: Path | str, view: memoryview, archive: BinaryIO | None = None) -> Table | None:
     """Return the checksums of a file whose content is ``view``; None: another writer made it.
+
+    Args:
+        archive: the content again, as a file; None: ``path`` can be opened.
 
     Raises:
         CorruptCheckpointError: it is no whole archive, or the table is damaged.
     """
-    place = _find_table(path, view)
+    place = _find_table(path, view, archive)
     if place is None:
         if _MAGIC in bytes(view[-_SEARCHED:]):
             raise CorruptCheckpointError(path, "the archive's directory lacks the checksums that it holds")
@@ -185,8 +202,10 @@ def find_table(path: Path, view: memoryview) -> Table | None:
     return Table(place, {Region(offset, length): found for offset, length, found in entries}, rest)
 
 
-def _verify(path: Path, view: memoryview, parts: Sequence[Region] | None) -> Verification:
-    table = find_table(path, view)
+def _verify(
+    path: Path | str, view: memoryview, parts: Sequence[Region] | None, archive: BinaryIO | None = None
+) -> Verification:
+    table = find_table(path, view, archive)
     if table is None:
         return Verification.NO_CHECKSUMS
     for region, expected in table.sums.items():
@@ -198,13 +217,13 @@ def _verify(path: Path, view: memoryview, parts: Sequence[Region] | None) -> Ver
     return Verification.INTACT
 
 
-def _find_table(path: Path, view: memoryview) -> Region | None:
+def _find_table(path: Path | str, view: memoryview, content: BinaryIO | None) -> Region | None:
     if len(view) >= _TRAILER.size:
         magic, length = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
         if magic == _TRAILER_MAGIC and length <= len(view) - _TRAILER.size:
             return Region(len(view) - _TRAILER.size - length, length)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(content or path) as archive:
             found = [info for info in archive.infolist() if info.filename.endswith("/" + RECORD)]
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:
         raise CorruptCheckpointError(path, f"no whole torch archive ({error})") from None

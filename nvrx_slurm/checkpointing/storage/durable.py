@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from nvrx_slurm.checkpointing.storage.aligned_file import write_aligned
+from nvrx_slurm.checkpointing.storage.objects import PendingObject, is_url, replacing_object
 
 ALIGNMENT = 4096
 """Of memory, offsets and lengths in direct I/O, in bytes; every file system accepts it (open(2))."""
@@ -53,14 +54,20 @@ class PendingFile:
 
 
 @contextlib.contextmanager
-def replacing(path: Path | str) -> Iterator[PendingFile]:
+def replacing(path: Path | str) -> Iterator[PendingFile | PendingObject]:
     """Yield a file that takes the place of ``path``, durably, when the context ends without an exception.
+
+    ``path`` may be a URL; then it is an object there, see :mod:`~.objects`.
 
     With an exception nothing is left, and what stood at ``path`` stays.
 
     Raises:
         OSError: the directory is missing or read-only, the disk is full, …
     """
+    if is_url(path):
+        with replacing_object(str(path)) as obj:
+            yield obj
+        return
     pending = PendingFile(Path(path))
     try:
         yield pending

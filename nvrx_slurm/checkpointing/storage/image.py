@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from nvrx_slurm.checkpointing.storage.checksums import Region, checksum, checksum_around, encode_table
 from nvrx_slurm.checkpointing.storage.durable import ALIGNMENT, replacing
@@ -60,7 +59,7 @@ def write_image(
     """
     filling = filling or Filling.complete()
     image = memory[spec.offset : spec.end]
-    with ThreadPoolExecutor(1) as hashing, replacing(Path(spec.path)) as pending:
+    with ThreadPoolExecutor(1) as hashing, replacing(spec.path) as pending:
         table = hashing.submit(_table, spec, image, filling) if spec.table else None
         chunks = _chunks(spec, image, filling, table)
         pending.write_aligned(chunks, spec.size, at_once=at_once, pace=pace)

@@ -8,15 +8,16 @@ the one rename that puts ``.metadata`` in place commits both, and after an overw
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from nvrx_slurm.checkpointing.storage.checksums import checksum
-from nvrx_slurm.checkpointing.storage.durable import remove_leftovers, write_bytes
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
-from nvrx_slurm.regular_file import open_regular
+from nvrx_slurm.checkpointing.storage.folders import Folder, folder_at
 
 METADATA = ".metadata"
 _PREFIX = "nvrx-manifest-"
@@ -30,33 +31,38 @@ class Manifest(msgspec.Struct, frozen=True):
     v: int = 1
 
 
-def commit(folder: Path, metadata: bytes, names: Iterable[str]) -> None:
-    """Make a checkpoint of files that are on disk already, in place of the one that may be there.
+def commit(folder: Path | str, metadata: bytes, names: Iterable[str]) -> None:
+    """Make a checkpoint of files that are durable already, in place of the one that may be there.
+
+    Args:
+        folder: a directory, or the URL of one.
 
     Raises:
         OSError: a file is missing, or the directory takes no more; the former checkpoint still counts.
     """
+    there = folder_at(folder)
     former = None
     with contextlib.suppress(CorruptCheckpointError):
-        former = _read_manifest(folder)
-    manifest = Manifest({name: (folder / name).stat().st_size for name in sorted(set(names))})
-    write_bytes(_path(folder, metadata), msgspec.json.encode(manifest))
-    write_bytes(folder / METADATA, metadata)
+        former = _read_manifest(there)
+    manifest = Manifest({name: _size(there, name) for name in sorted(set(names))})
+    own = _name(metadata)
+    there.write(own, msgspec.json.encode(manifest))
+    there.write(METADATA, metadata)
     if former is not None:
         for name in former.files.keys() - manifest.files.keys():
-            (folder / name).unlink(missing_ok=True)
-    for path in folder.glob(_PREFIX + "*.json"):
-        if path != _path(folder, metadata):
-            path.unlink(missing_ok=True)
-    remove_leftovers(folder)
+            there.remove(name)
+    for name in _manifests(there):
+        if name != own:
+            there.remove(name)
+    there.remove_leftovers()
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: Path | str) -> bool:
     """Whether there is a checkpoint in a directory."""
-    return (folder / METADATA).is_file()
+    return folder_at(folder).info(METADATA) is not None
 
 
-def read(folder: Path) -> Manifest | None:
+def read(folder: Path | str) -> Manifest | None:
     """Return the manifest of the checkpoint in a directory, None if another writer made it without one.
 
     Raises:
@@ -64,44 +70,53 @@ def read(folder: Path) -> Manifest | None:
     """
     if not is_committed(folder):
         raise CorruptCheckpointError(folder, "no checkpoint: its writer has not finished")
-    return _read_manifest(folder)
+    return _read_manifest(folder_at(folder))
 
 
-def sizes_are_right(folder: Path, manifest: Manifest) -> None:
+def sizes_are_right(folder: Path | str, manifest: Manifest) -> None:
     """Look whether all files are there, whole as far as their size tells.
 
     Raises:
         CorruptCheckpointError: one is not.
     """
+    there = folder_at(folder)
+    found = there.files()
     for name, size in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CorruptCheckpointError(path, "the file is missing")
-        if path.stat().st_size != size:
-            raise CorruptCheckpointError(path, f"it has {path.stat().st_size} bytes, {size} were written")
+        if name not in found:
+            raise CorruptCheckpointError(there.where(name), "the file is missing")
+        if found[name].size != size:
+            why = f"it has {found[name].size} bytes, {size} were written"
+            raise CorruptCheckpointError(there.where(name), why)
 
 
-def _read_manifest(folder: Path) -> Manifest | None:
-    if not is_committed(folder):
+def _read_manifest(there: Folder) -> Manifest | None:
+    if there.info(METADATA) is None:
         return None
-    path = _path(folder, _content(folder / METADATA))
-    if not path.is_file():
-        if any(folder.glob(_PREFIX + "*.json")):
-            raise CorruptCheckpointError(folder / METADATA, "it is not the one that its writer has committed")
+    name = _name(there.read(METADATA))
+    if there.info(name) is None:
+        if _manifests(there):
+            why = "it is not the one that its writer has committed"
+            raise CorruptCheckpointError(there.where(METADATA), why)
         return None
     try:
-        manifest = msgspec.json.decode(_content(path), type=Manifest)
+        manifest = msgspec.json.decode(there.read(name), type=Manifest)
     except msgspec.MsgspecError as error:
-        raise CorruptCheckpointError(path, str(error)) from None
-    if any(Path(name).name != name for name in manifest.files):
-        raise CorruptCheckpointError(path, "it names files elsewhere")
+        raise CorruptCheckpointError(there.where(name), str(error)) from None
+    if any(Path(each).name != each for each in manifest.files):
+        raise CorruptCheckpointError(there.where(name), "it names files elsewhere")
     return manifest
 
 
-def _path(folder: Path, metadata: bytes) -> Path:
-    return folder / f"{_PREFIX}{checksum(metadata):016x}.json"
+def _size(there: Folder, name: str) -> int:
+    info = there.info(name)
+    if info is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(there.where(name)))
+    return info.size
 
 
-def _content(path: Path) -> bytes:
-    with open(open_regular(path), "rb") as file:
-        return file.read()
+def _name(metadata: bytes) -> str:
+    return f"{_PREFIX}{checksum(metadata):016x}.json"
+
+
+def _manifests(there: Folder) -> list[str]:
+    return [name for name in there.files() if name.startswith(_PREFIX) and name.endswith(".json")]

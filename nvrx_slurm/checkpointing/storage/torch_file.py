@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from nvrx_slurm.checkpointing.storage.checked_load import load_checked
 from nvrx_slurm.checkpointing.storage.durable import PendingFile, replacing
 from nvrx_slurm.checkpointing.storage.host_memory import host_bytes
 from nvrx_slurm.checkpointing.storage.layout import FileImage, Hole, Literal, lay_out
+from nvrx_slurm.checkpointing.storage.objects import PendingObject, is_url, read_object
 
 _CHUNK = 8 << 20
 
@@ -49,7 +51,8 @@ def load(
     Args:
         map_location: as torch.load's.
         weights_only: False executes what the pickle in the file says: only for a file that is yours.
-        mmap: tensors are views of the file, read when they are used.
+        mmap: tensors are views of the file, read when they are used; not at a URL, from where all is
+            fetched.
         verify: compare the file with its checksums, where it has some: tensors while they are read, with
             ``mmap`` all of it before.
 
@@ -57,6 +60,11 @@ def load(
         CorruptCheckpointError: the file is torn, or not what was written.
         OSError: it can't be read.
     """
+    if is_url(path):
+        content = read_object(str(path))
+        if verify:
+            checksums.verify_content(str(path), content)
+        return torch.load(io.BytesIO(content), map_location=map_location, weights_only=weights_only)
     if verify and not mmap:
         return load_checked(Path(path), map_location=map_location, weights_only=weights_only)
     if verify:
@@ -67,7 +75,7 @@ def load(
 class _Writer:
     """Fills one buffer while the other is written."""
 
-    def __init__(self, pending: PendingFile, file: FileImage) -> None:
+    def __init__(self, pending: PendingFile | PendingObject, file: FileImage) -> None:
         self._pending = pending
         self._file = file
         self._rest = xxhash.xxh3_64()
