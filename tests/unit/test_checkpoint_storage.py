@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ import pytest
 import torch
 
 from nvrx_slurm.checkpointing import storage
-from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, Verification, checked_load
+from nvrx_slurm.checkpointing.storage import (
+    CorruptCheckpointError,
+    Verification,
+    checked_load,
+    remove_leftovers,
+)
 
 
 def state() -> dict[str, Any]:
@@ -202,6 +208,25 @@ class TestReplacing:
             writer.communicate()
         assert len(storage.remove_leftovers(tmp_path)) == 1
         assert list(tmp_path.iterdir()) == []
+
+    def test_who_cleans_up_at_any_moment_takes_no_file_from_its_writer(self, tmp_path: Path) -> None:
+        done = threading.Event()
+
+        def clean() -> None:
+            while not done.is_set():
+                remove_leftovers(tmp_path)
+
+        cleaners = [threading.Thread(target=clean) for _ in range(2)]
+        for cleaner in cleaners:
+            cleaner.start()
+        try:
+            for number in range(50):
+                storage.write_bytes(tmp_path / "a", str(number).encode())
+        finally:
+            done.set()
+            for cleaner in cleaners:
+                cleaner.join(20)
+        assert (tmp_path / "a").read_bytes() == b"49"
 
     def test_a_missing_directory_is_an_error_that_names_it(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="missing"):

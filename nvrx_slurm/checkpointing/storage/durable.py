@@ -29,11 +29,15 @@ class PendingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.temporary = path.with_name(f".{path.name}{_MARK}{secrets.token_hex(6)}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.fd = os.open(self.temporary, flags, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then leftovers stay
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            self.temporary = path.with_name(f".{path.name}{_MARK}{secrets.token_hex(6)}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            self.fd = os.open(self.temporary, flags, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks: then leftovers stay
+                fcntl.flock(self.fd, fcntl.LOCK_EX)  # who looks for leftovers holds it for a moment
+            if os.fstat(self.fd).st_nlink:
+                break
+            os.close(self.fd)  # removed as a leftover before it was locked
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of ``data``."""
@@ -118,8 +122,10 @@ def leftovers(folder: Path | str) -> list[Path]:
     """Return the files in ``folder`` that a killed writer has left; those being written are none."""
     found = []
     for path in sorted(Path(folder).iterdir()):
-        if is_temporary(path.name) and path.is_file() and not path.is_symlink() and not _is_written(path):
-            found.append(path)
+        if is_temporary(path.name) and path.is_file() and not path.is_symlink():
+            with _is_left(path) as is_left:
+                if is_left:
+                    found.append(path)
     return found
 
 
@@ -127,21 +133,27 @@ def remove_leftovers(folder: Path | str) -> list[Path]:
     """Remove what :func:`leftovers` returns; return what was removed."""
     removed = []
     for path in leftovers(folder):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-            removed.append(path)
+        with _is_left(path) as is_left, contextlib.suppress(FileNotFoundError):
+            if is_left:
+                path.unlink()
+                removed.append(path)
     return removed
 
 
-def _is_written(path: Path) -> bool:
+@contextlib.contextmanager
+def _is_left(path: Path) -> Iterator[bool]:
+    """Yield whether nobody writes a file; meanwhile nobody can begin to."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return True  # gone by now, or not ours
+        yield False  # gone by now, or not ours
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True  # locked, or no locks here: better a leftover than a lost checkpoint
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False  # locked, or no locks here: better a leftover than a lost checkpoint
+        else:
+            yield True
     finally:
         os.close(fd)
-    return False
