@@ -215,6 +215,17 @@ def test_a_node_that_is_broken_before_the_job_begins_is_drained_and_the_job_goes
     assert site.drained() == {}
 
 
+def test_of_an_array_only_the_task_whose_node_is_broken_starts_again(site: Site) -> None:
+    """The last task has the id of the array, and gets the last node: an order for that id is one for all."""
+    site.break_node("n6", "prolog")
+    array = site.submit("sleep 3", "--array=1-3", "-N1", "--exclusive", "-x", "n[1-3]")
+    wait_until("the array", lambda: not site.run("squeue", "-h", "-j", array).strip(), 120)
+    told = site.run("scontrol", "-o", "show", "job", array).splitlines()
+    tasks = [parse_fields(line) for line in told if line.startswith("JobId=")]
+    assert [task["JobState"] for task in tasks] == ["COMPLETED"] * 3
+    assert {task["JobId"]: task["Restarts"] for task in tasks if task["Restarts"] != "0"} == {array: "1"}
+
+
 def test_the_brake_keeps_one_reason_from_draining_the_partition(site: Site) -> None:
     """Both nodes of the job find it in the same moment: one is drained, and the other gives way."""
     site.configure("brake_share: 0.1")
