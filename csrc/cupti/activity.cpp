@@ -81,6 +81,7 @@ void Activity::attach() {
         collector_->discard(false);
     }
     was_attached_ = true;
+    inside_ = 0;  // an interrupted section may never have been left
     is_on_ = false;
     switch_on();  // so that what is wrong shows now
     switch_off();

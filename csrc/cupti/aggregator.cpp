@@ -12,7 +12,7 @@ constexpr std::uint32_t kLaunches = 1u << 18;
 // Kernels that wait for the record of their launch.
 constexpr std::size_t kFirstSettle = 1u << 13, kMostWaiting = 1u << 18;
 constexpr int kIdlePeriods = 8;
-constexpr const char* kCrowd = "(other kernels)";
+constexpr char kCrowd[] = "(other kernels)";
 
 std::uint64_t key(std::uint32_t name, std::uint16_t section) { return std::uint64_t{name} << 16 | section; }
 
@@ -80,7 +80,7 @@ std::uint32_t Aggregator::name_of(const char* text) {
                        seen_.size()];
     if (seen.text == text && names_[seen.name].text == text) return seen.name;
     auto known = by_text_.find(text);
-    if (known == by_text_.end() && by_text_.size() >= kMostSketches) {
+    if (known == by_text_.end() && by_text_.size() >= kMostSketches && text != kCrowd) {
         ++counts_.crowded_out;
         text = kCrowd;
         known = by_text_.find(text);

@@ -1,5 +1,8 @@
 #include "collector.h"
 
+#include <pthread.h>
+#include <signal.h>
+
 namespace nvrx {
 
 Collector::Collector(std::unique_ptr<RecordSource> source, std::size_t buffer_bytes, std::size_t most_buffers)
@@ -88,6 +91,11 @@ Buffers Collector::buffers() const {
 }
 
 void Collector::read() {
+    pthread_setname_np(pthread_self(), "nvrx-kernels");
+    // Signals are for the threads of the program.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
     for (;;) {
         Filled filled;
         {

@@ -1,6 +1,7 @@
 // Which sections of the training loop were open when.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <limits>
@@ -19,7 +20,9 @@ public:
             spans_.pop_front();
             ++gone_;
         }
-        spans_.push_back({section, now, std::numeric_limits<std::uint64_t>::max()});
+        // Sorted by begin, whatever the clock or another thread does.
+        const std::uint64_t begin = spans_.empty() ? now : std::max(now, spans_.back().begin);
+        spans_.push_back({section, begin, std::numeric_limits<std::uint64_t>::max()});
         return gone_ + spans_.size() - 1;
     }
 
@@ -31,11 +34,12 @@ public:
     // The last section that began before `when` and lasted beyond it; 0 for none.
     std::uint16_t at(std::uint64_t when) const {
         const std::lock_guard lock(mutex_);
-        int looked_at = 0;
-        for (auto span = spans_.rbegin(); span != spans_.rend() && looked_at < kLookBack; ++span) {
-            if (span->begin > when) continue;
+        auto span = std::upper_bound(spans_.begin(), spans_.end(), when,
+                                     [](std::uint64_t time, const Span& each) { return time < each.begin; });
+        // Within a section there may have been so many others.
+        for (int left = kLookBack; left > 0 && span != spans_.begin(); --left) {
+            --span;
             if (when <= span->end) return span->section;
-            ++looked_at;  // within a section there may have been so many others
         }
         return 0;
     }

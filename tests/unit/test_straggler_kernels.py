@@ -377,6 +377,7 @@ def test_the_gpu_script_runs_the_same_steps_with_and_without_sections(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     script = importlib.import_module("straggler_gpu")
+    monkeypatch.setattr(script, "_BLOCK", 2)
     Detector.initialize()
     try:
         rows = script.overhead(script.Training("cpu", width=64, layers=1, batch=1, length=8), 2)
