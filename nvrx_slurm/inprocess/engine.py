@@ -271,7 +271,9 @@ class Engine:
         """Give this rank its numbers for the next iteration."""
         state = self._state
         is_first = self._assigned is None
-        used, self._assigned = self._assigned, self._store.part(f"nvrx/assignment/{state.iteration}")
+        # Before the first iteration, and after each: every assignment has keys of its own.
+        name = "first" if is_first else str(state.iteration)
+        used, self._assigned = self._assigned, self._store.part(f"nvrx/assignment/{name}")
         context = RankAssignmentCtx(state, self._assigned, set(terminated))
         state = self._state = self._call.state = self._wrapper.rank_assignment(context).state
         if not is_first:
