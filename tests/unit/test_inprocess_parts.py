@@ -219,6 +219,26 @@ class TestHealthCheck:
         monkeypatch.setitem(sys.modules, "torch", None)
         assert CudaHealthCheck()(FROZEN) is FROZEN
 
+    def test_a_cuda_context_that_does_not_answer_ends_its_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        released, asked = threading.Event(), []
+        cuda = types.SimpleNamespace(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            device_count=lambda: 4,
+            current_device=lambda: 0,
+            synchronize=asked.append,
+        )
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        assert CudaHealthCheck()(FROZEN) is FROZEN
+        monkeypatch.setenv("LOCAL_RANK", "4")  # every rank sees its own GPU alone
+        CudaHealthCheck()(FROZEN)
+        assert asked == [2, 0]
+        cuda.synchronize = lambda device: released.wait()
+        with pytest.raises(TimeoutError, match=r"CUDA device 0 took longer than 0\.01 s"):
+            CudaHealthCheck(timedelta(seconds=0.01))(FROZEN)
+        released.set()
+
     def test_without_gpus_all_are_healthy_although_there_is_a_local_rank(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -317,6 +337,40 @@ class TestHealthCheck:
         assert own_index(FakeNvml(4), environ) == index
 
 
+def fake_torch(*aborts: Callable[[], Any]) -> Any:
+    """A torch with an NCCL group for each of ``aborts``, and one of gloo."""
+    done: list[str] = []
+
+    class Backend:
+        def __init__(self, abort: Callable[[], Any]) -> None:
+            self._abort = abort
+
+        def abort(self) -> None:
+            self._abort()
+            done.append("abort")
+
+    class Group:
+        def __init__(self, backend: Backend | None) -> None:
+            self._backend = backend
+
+        def _get_backend(self, device: str) -> Backend:
+            assert device == "cuda"
+            if self._backend is None:
+                raise RuntimeError("no backend for this device")
+            return self._backend
+
+    groups = [Group(None), *(Group(Backend(abort)) for abort in aborts)]
+    distributed = types.SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        is_nccl_available=lambda: True,
+        ProcessGroupNCCL=Backend,
+        distributed_c10d=types.SimpleNamespace(_world=types.SimpleNamespace(pg_map=dict.fromkeys(groups))),
+        destroy_process_group=lambda: done.append("destroy"),
+    )
+    return types.SimpleNamespace(distributed=distributed, device=str, done=done)
+
+
 class TestAbort:
     def test_what_the_program_never_imported_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("torch", "nvrx_slurm.checkpointing.async_ckpt.core"):
@@ -352,6 +406,30 @@ class TestAbort:
         with pytest.raises(TimeoutError, match=r"checkpoint workers took longer than 0\.01 s"):
             AbortPersistentCheckpointProcesses(timeout=timedelta(seconds=0.01))(FROZEN)
         released.set()
+
+    def test_communicators_are_aborted_side_by_side_before_the_groups_are_forgotten(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        both = threading.Barrier(2)
+        torch = fake_torch(lambda: both.wait(60), lambda: both.wait(60))
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        assert AbortTorchDistributed()(FROZEN) is FROZEN
+        assert torch.done == ["abort", "abort", "destroy"]
+
+    def test_a_communicator_that_hangs_or_fails_does_not_hold_up_the_restart(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        released = threading.Event()
+
+        def broken() -> None:
+            raise RuntimeError("NCCL is out of order")
+
+        torch = fake_torch(released.wait, broken)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        AbortTorchDistributed(timeout=timedelta(seconds=0.05))(FROZEN)
+        released.set()
+        assert "could not be aborted: NCCL is out of order" in caplog.text
+        assert "process groups still hang" in caplog.text
 
     def test_a_trace_is_written_whole(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write_trace(b"{}", str(tmp_path / "traces"), 3, 7)
