@@ -8,68 +8,78 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from bench import document, ending
+from bench import document, ending, peer
 from bench.document import Document, Row
+from bench.straggler import through_agents
 from rich.console import Console
 
 from nvrx_slurm.straggler import Detector, Report, Watch
 
 _BATCH = 1000
 _START_S = 120.0
+_RANKS = Path(__file__).resolve().parent / "bench" / "straggler" / "exchange_ranks.py"
+_PEER_SECTION = """
+import json, os, sys, time
+from nvidia_resiliency_ext.straggler import Detector
+
+batches, batch, interval = map(int, sys.argv[1:])
+Detector.initialize(profiling_interval=interval)
+section, values = Detector.detection_section, []
+for _ in range(batches):
+    began = time.perf_counter_ns()
+    for _ in range(batch):
+        with section("step", profile_cuda=False):
+            pass
+    values.append((time.perf_counter_ns() - began) / batch / 1000)
+json.dump(values, sys.stdout)
+sys.stdout.flush()
+os._exit(0)  # Without a driver its shutdown crashes.
+"""
+_INTERVALS = {"measured": 1, "skipped": 1_000_000_000}
 _RECORD_BYTES = 216
 """Of CUpti_ActivityKernel10, and here of every record."""
 _TITLES = {
     "section": "one passage, entered and left",
     "report of 4 ranks": "generate_report on rank 0, over gloo on this machine",
+    "report of 64 ranks": "the same, with 64 ranks on these processors",
+    "through the agents": "the same under nvrx-srun: the rank tells and goes on, the Coordinator judges",
     "kernel records": "the aggregator, on one core: seconds of processor time",
     "watch": "judging one report of 16,384 ranks with 8 sections, on rank 0",
 }
-_RANK = """
-import json, sys, time
-import torch.distributed as dist
-from nvrx_slurm.straggler.exchange import OverTorch
-from nvrx_slurm.straggler.reporting import SCORES, ReportGenerator
-from nvrx_slurm.straggler.statistic import summarize
-
-folder, rank, world, kernels, reports = sys.argv[1], *map(int, sys.argv[2:6])
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-generator = ReportGenerator(frozenset(SCORES), True, "n0")
-exchange = OverTorch(60)
-names = [f"kernel_{index}_blk_128_1_1_grid_64_1_1" for index in range(kernels)]
-summaries = {name: summarize([float(index + rank)] * 9) for index, name in enumerate(names)}
-sections = {name: summarize([1.0, 2.0]) for name in ("load", "forward", "backward", "step")}
-took = []
-for _ in range(reports):
-    dist.barrier()
-    begun = time.perf_counter()
-    generator.generate(sections, summaries, exchange)
-    took.append((time.perf_counter() - begun) * 1e3)
-if rank == 0:
-    json.dump(took, sys.stdout)
-"""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--quick", is_flag=True, help="Fewer repetitions: done within 30 s.")
 @click.option("--json", "as_json", is_flag=True, help="Print the document instead of the table.")
-def main(quick: bool, as_json: bool) -> None:
-    """Measure a section, reports of 4 ranks, what is judged of them for 16,384, and records of kernels."""
+@click.option("--peer", "peer_name", type=click.Choice(["nvrx"]), help="Measure NVIDIA's package, too.")
+def main(quick: bool, as_json: bool, peer_name: str | None) -> None:
+    """Measure a section, reports of all ranks, what is judged of them for 16,384, and records of kernels.
+
+    The peer's sections are measured where libcupti.so.12 is found: LD_LIBRARY_PATH names its folder.
+    """
     ending.as_ctrl_c()
     date, machine = document.now(), document.describe_machine()
+    contenders = {document.OURS: sys.executable}
+    if peer_name is not None:
+        contenders[peer_name] = str(peer.ensure_installed(_say) / "bin" / "python")
     rows = [*_section_rows(100 if quick else 1000)]
-    for kernels in (300, 2000):
-        rows += _report_rows(kernels, 20 if quick else 200)
+    if peer_name is not None:
+        rows += _peer_section_rows(contenders[peer_name], peer_name, 100 if quick else 1000)
+    for world in (4,) if quick else (4, 64):
+        for kernels in (300, 2000):
+            rows += _report_rows(contenders, world, kernels, (20 if quick else 100) if world == 4 else 10)
+    rows += through_agents.rank_rows(20 if quick else 200)
+    rows += through_agents.coordinator_rows(1 if quick else 5)
     rows.append(_watch_row(3 if quick else 10))
     rows += _kernel_rows(1_000_000 if quick else 10_000_000)
     result = Document("straggler", machine, date, tuple(rows))
@@ -82,7 +92,7 @@ def main(quick: bool, as_json: bool) -> None:
 
 def _section_rows(batches: int) -> list[Row]:
     rows = []
-    for metric, interval in (("measured", 1), ("skipped", 1_000_000_000)):
+    for metric, interval in _INTERVALS.items():
         Detector.initialize(profiling_interval=interval)
         section = Detector.detection_section
         values = []
@@ -97,26 +107,45 @@ def _section_rows(batches: int) -> list[Row]:
     return rows
 
 
-def _report_rows(kernels: int, reports: int) -> list[Row]:
-    _say(f"report: 4 ranks with {kernels} kernels each …")
-    with tempfile.TemporaryDirectory(prefix="nvrx-straggler-") as folder, ExitStack() as stack:
-        program = Path(folder, "rank.py")
-        program.write_text(_RANK)
-        ranks = [
-            stack.enter_context(
-                ending.program(
-                    [sys.executable, str(program), folder, str(rank), "4", str(kernels), str(reports + 1)],
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                )
-            )
-            for rank in range(4)
-        ]
-        first, *others = json.loads(ranks[0].communicate(timeout=_START_S)[0])
-    case = "report of 4 ranks"
-    return [
-        document.summarize(case, document.OURS, f"first, {kernels} kernels", "ms", [first]),
-        document.summarize(case, document.OURS, f"later, {kernels} kernels", "ms", others),
-    ]
+def _peer_section_rows(python: str, who: str, batches: int) -> list[Row]:
+    rows = []
+    for metric, interval in _INTERVALS.items():
+        done = subprocess.run(
+            [python, "-W", "ignore", "-c", _PEER_SECTION, str(batches), str(_BATCH), str(interval)],
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            _say(f"{who}: its sections are not measured: {said[-1]}")
+            return []
+        rows.append(document.summarize("section", who, metric, "µs", json.loads(done.stdout)))
+    return rows
+
+
+def _report_rows(contenders: Mapping[str, str], world: int, kernels: int, reports: int) -> Iterator[Row]:
+    """Measure all contenders, one after the other, twice: what the machine does meanwhile hits all alike."""
+    took: dict[str, tuple[list[float], list[float]]] = {who: ([], []) for who in contenders}
+    for who, python in [*contenders.items()] * 2:
+        _say(f"report: {who}, {world} ranks with {kernels} kernels each …")
+        with ending.program(
+            [python, "-W", "ignore", str(_RANKS), who, str(world), str(kernels), str(reports + 1)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        ) as ranks:
+            out, _ = ranks.communicate(timeout=_START_S)
+        if ranks.returncode != 0:
+            raise click.ClickException(f"{who}: {world} ranks ended with {ranks.returncode}")
+        first, *others = json.loads(out)
+        took[who][0].append(first)
+        took[who][1].extend(others)
+    case = f"report of {world} ranks"
+    for who, (first_ms, later_ms) in took.items():
+        yield document.summarize(case, who, f"first, {kernels} kernels", "ms", first_ms)
+        yield document.summarize(case, who, f"later, {kernels} kernels", "ms", later_ms)
 
 
 def _watch_row(reports: int) -> Row:

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from bench.straggler.plan import REPORTS, Kind, draw
 
-ITERATIONS = 15
+ITERATIONS = 25
 _LOAD_S = 0.004
 _WORK = 30_000
 _PERIOD_S, _SHARE = 0.005, 0.06
@@ -21,8 +21,11 @@ _PERIOD_S, _SHARE = 0.005, 0.06
 machine whose processors are much in demand, or it would hold up nobody."""
 
 
-def throttle(switch: int, rank: int) -> None:
-    """Hold the rank up while the last byte on ``switch`` was a 1; a process of its own, until its end."""
+def throttle(switch: int, done: int, rank: int) -> None:
+    """Hold the rank up while the last byte on ``switch`` was a 1; a process of its own, until its end.
+
+    Each byte is answered when it is obeyed.
+    """
     with contextlib.suppress(PermissionError):
         os.nice(-10)
     on = False
@@ -32,6 +35,7 @@ def throttle(switch: int, rank: int) -> None:
             if not told:
                 os._exit(0)
             on = told == b"1"
+            os.write(done, told)
         if on:
             os.kill(rank, signal.SIGSTOP)
             time.sleep(_PERIOD_S * (1 - _SHARE))
@@ -48,12 +52,16 @@ def compute(amount: float) -> int:
 
 def main(seed: int, runs: int, nodes: int, ranks_per_node: int) -> None:
     reader, switch = os.pipe()
+    obeyed, done = os.pipe()
     rank_pid = os.getpid()
     if os.fork() == 0:
         os.close(switch)
-        throttle(reader, rank_pid)
+        throttle(reader, done, rank_pid)
     os.close(reader)
-    os.set_inheritable(switch, False)
+
+    def turn(what: bytes) -> None:
+        os.write(switch, what)
+        os.read(obeyed, 1)
 
     import torch.distributed as dist
 
@@ -69,7 +77,7 @@ def main(seed: int, runs: int, nodes: int, ranks_per_node: int) -> None:
         amount = 0.1 if fast else 2.0 if mine and window.kind is Kind.WORK else 1.0
         throttled = mine and window.kind is Kind.NODE
         if throttled:
-            os.write(switch, b"1")
+            turn(b"1")
         for report in range(REPORTS):
             for _ in range(ITERATIONS):
                 with Detector.detection_section("load"):
@@ -78,7 +86,7 @@ def main(seed: int, runs: int, nodes: int, ranks_per_node: int) -> None:
                     compute(amount)
                 dist.barrier()
             if throttled and report == REPORTS - 1:
-                os.write(switch, b"0")
+                turn(b"0")
             Detector.generate_report()
             # Two periods must not become one report of the agent's.
             dist.barrier()

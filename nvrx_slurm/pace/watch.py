@@ -26,6 +26,8 @@ _FEWEST = 3
 _NEGLIGIBLE = 0.01
 """A section that loses less than this share of the longest one's time slows nobody down."""
 _MOST_KERNELS = 3
+_USUAL = 32
+"""Reports that tell what is usual for a job."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Watch:
         threshold: float = 0.75,
         slow_reports: int = 2,
         of_reports: int = 3,
-        deviations: float = 4.0,
+        deviations: float = 3.0,
     ) -> None:
         if not 0 < threshold < 1:
             raise ValueError(f"threshold is {threshold}: above 0 and below 1 is accepted")
@@ -96,6 +98,7 @@ class Watch:
         self._slow = Recent[tuple[str, int, str]](slow_reports, of_reports)
         self._slower = Recent[str](slow_reports, of_reports)
         self._best: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        self._middles: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL))
 
     def add(self, report: Measured) -> list[StragglerVerdict]:
         """Return the verdicts after ``report``, the most time lost first."""
@@ -133,8 +136,14 @@ class Watch:
                 if _is_time(value) and value > 0:
                     lowest = best[rank] = min(value, best.get(rank, value))
                     scores.append(lowest / value)
-            if scores and (middle := _median(scores)) < self._threshold:
+            if not scores:
+                continue
+            middle, before = _median(scores), self._middles[section]
+            # One lucky report lowers the score of all that follow: what counts is what is unusual.
+            usual = _median(before) if len(before) >= _FEWEST else 1.0
+            if middle < self._threshold * usual:
                 found[section] = (middle, len(scores))
+            before.append(middle)
         return [
             SlowDown(section, *found[section], reports, self._slower.of)
             for section, reports in self._slower.note(found).items()
