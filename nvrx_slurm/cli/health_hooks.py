@@ -99,7 +99,7 @@ def install_hooks(prefix: Path, limit: float, dry_run: bool) -> None:
         raise Refused(str(error)) from error
     for step in done:
         click.echo(step, err=True)
-    click.echo("\n".join(slurm_conf_lines(prefix)))
+    click.echo("\n".join(slurm_conf_lines(prefix, int(limit))))
     click.echo(
         "these lines belong into slurm.conf, joined with what it has there; then: scontrol reconfigure\n"
         "this node is done; every other one needs the same: run this there, or share the directory",

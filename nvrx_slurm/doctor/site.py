@@ -14,6 +14,8 @@ _LONGEST_SLURMD_TIMEOUT_S = 300
 _SHORTEST_UNKILLABLE_S = 120
 _NO_LIMIT_S = 65534
 """How releases before 23.02 write an unset PrologEpilogTimeout."""
+_HOOK_S = 120
+"""What `nvrx-health install-hooks` asks for: an epilog may take 97 s."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +267,13 @@ def prolog_timeout(config: SiteConfig) -> Answer:
         return unknown("not shown")
     limits = [_limit(value) for value in shown]
     said = " and ".join("none" if limit is None else duration(limit) for limit in limits)
+    shortest = min((limit for limit in limits if limit is not None), default=_HOOK_S)
+    if shortest < _HOOK_S and any("nvrx" in (config.text(name) or "") for name in ("Prolog", "Epilog")):
+        return warn(
+            said,
+            "our hooks may take longer, and Slurm drains a node whose hook it had to end, also a healthy one",
+            f"slurm.conf: {'EpilogTimeout' if split else 'PrologEpilogTimeout'}={_HOOK_S}",
+        )
     if None not in limits:
         return ok(said)
     if not (config.text("Prolog") or config.text("Epilog")):

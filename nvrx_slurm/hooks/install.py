@@ -38,8 +38,8 @@ def hook_text(limit_s: int) -> str:
     return text.replace(_LIMIT_LINE, f"limit_s={limit_s}", 1)
 
 
-def slurm_conf_lines(prefix: Path) -> list[str]:
-    """Return what slurm.conf needs for the hooks in ``prefix``.
+def slurm_conf_lines(prefix: Path, limit_s: int) -> list[str]:
+    """Return what slurm.conf needs for the hooks in ``prefix``, whose prologs are ended after ``limit_s``.
 
     DeferBatch: the batch script begins when every node's prolog has checked its node. nohold_on_prolog_fail
     is for prologs of others, and for a Slurm that refuses our own requeue.
@@ -48,7 +48,8 @@ def slurm_conf_lines(prefix: Path) -> list[str]:
         f"Prolog={prefix}/prolog.d/*",
         f"Epilog={prefix}/epilog.d/*",
         "PrologFlags=Alloc,DeferBatch",
-        "PrologEpilogTimeout=120",
+        # Slurm drains a node whose hook it had to end: an epilog may take three times as long as a prolog.
+        f"PrologEpilogTimeout={max(120, 3 * limit_s + 30)}",
         f"HealthCheckProgram={prefix}/periodic.d/{SCRIPT}",
         "HealthCheckInterval=300",
         "HealthCheckNodeState=ANY,CYCLE",

@@ -113,7 +113,7 @@ def test_uninstalling_leaves_what_the_site_has_made(prefix: Path, command: Path)
 
 
 def test_slurm_conf_names_all_three(prefix: Path) -> None:
-    lines = slurm_conf_lines(prefix)
+    lines = slurm_conf_lines(prefix, 30)
     assert f"Prolog={prefix}/prolog.d/*" in lines
     assert f"Epilog={prefix}/epilog.d/*" in lines
     assert f"HealthCheckProgram={prefix}/periodic.d/50-nvrx-health" in lines
@@ -178,6 +178,12 @@ def test_directories_where_others_can_exchange_what_root_runs_are_warned_of(
     )
 
 
+@pytest.mark.parametrize(("limit_s", "timeout_s"), [(25, 120), (30, 120), (60, 210)])
+def test_slurm_ends_no_hook_before_it_ends_itself(prefix: Path, limit_s: int, timeout_s: int) -> None:
+    assert f"PrologEpilogTimeout={timeout_s}" in slurm_conf_lines(prefix, limit_s)
+    assert timeout_s > 3 * limit_s + 7 + 4  # an epilog, its killing, and telling the log twice
+
+
 def invoke(*words: object) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 
@@ -187,7 +193,7 @@ def test_the_command_prints_the_lines_of_slurm_conf_alone_on_standard_output(
 ) -> None:
     monkeypatch.setattr("sys.argv", [str(command)])
     done = invoke("install-hooks", "--prefix", prefix)
-    assert done.stdout.splitlines() == slurm_conf_lines(prefix)
+    assert done.stdout.splitlines() == slurm_conf_lines(prefix, 30)
     assert "scontrol reconfigure" in done.stderr
     assert invoke("uninstall-hooks", "--prefix", prefix).exit_code == 0
     assert not prefix.exists()
