@@ -40,7 +40,7 @@ def line_for(record: Record) -> str | None:
         case journal.JobSlowed() as event:
             times = 1 / max(event.score, 1e-4)
             return (
-                f"SLOW: all ranks: {event.section} takes {times:.2g} times as long as at its best"
+                f"SLOW: all ranks: {event.section} takes {times:.2g} times as long as before"
                 f" ({event.reports} of {event.of_reports} reports)"
             )
         case journal.StragglerKept() as event:

@@ -236,11 +236,11 @@ class RankScores(Event, frozen=True, tag="rank_scores"):
 
 
 class JobSlowed(Event, frozen=True, tag="job_slowed"):
-    """Most ranks take longer than in their own best report: no rank stands out, and the job is slow."""
+    """Most ranks take longer than they did: no rank stands out, and the job is slow all the same."""
 
     section: str
     score: float
-    """0 to 1: the middle one of the ranks' best times over their times now."""
+    """0 to 1: the ranks' middle time as it was in the last reports over that of now."""
     ranks: int
     reports: int
     of_reports: int

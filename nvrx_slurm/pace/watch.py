@@ -3,7 +3,7 @@
 Scores relative to the fastest rank are what other tools compute; one rank that is fast by chance, or that has
 less to do, then makes all others look slow. Here a rank is compared with the median of the comparable ranks,
 those with the same sections, and it must stand out from their scatter, in several reports. What makes all
-ranks slower shows in none of that; for it each rank is compared with its own best period.
+ranks slower shows in none of that; for it the ranks' middle time is compared with what it was before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SlowDown:
 
     section: str
     score: float
-    """0 to 1: the middle one of the ranks' best times over their times now."""
+    """0 to 1: the ranks' middle time as it was in the last reports over that of now."""
     ranks: int
     """How many were compared."""
     reports: int
@@ -97,8 +97,8 @@ class Watch:
         # By node, too: another node's rank of the same number begins anew.
         self._slow = Recent[tuple[str, int, str]](slow_reports, of_reports)
         self._slower = Recent[str](slow_reports, of_reports)
-        self._best: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        self._middles: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL))
+        self._before: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL))
+        """The middle time of each section in the last reports."""
 
     def add(self, report: Measured) -> list[StragglerVerdict]:
         """Return the verdicts after ``report``, the most time lost first."""
@@ -131,19 +131,15 @@ class Watch:
     def _slow_downs(self, medians: Mapping[str, Mapping[int, float]]) -> list[SlowDown]:
         found: dict[str, tuple[float, int]] = {}
         for section, of_ranks in medians.items():
-            best, scores = self._best[section], []
-            for rank, value in of_ranks.items():
-                if _is_time(value) and value > 0:
-                    lowest = best[rank] = min(value, best.get(rank, value))
-                    scores.append(lowest / value)
-            if not scores:
+            times = [value for value in of_ranks.values() if _is_time(value)]
+            if not times:
                 continue
-            middle, before = _median(scores), self._middles[section]
-            # One lucky report lowers the score of all that follow: what counts is what is unusual.
-            usual = _median(before) if len(before) >= _FEWEST else 1.0
-            if middle < self._threshold * usual:
-                found[section] = (middle, len(scores))
-            before.append(middle)
+            now, before = _median(times), self._before[section]
+            # Not the best of them: after one lucky report all that follow would be slow.
+            usual = _median(before) if before else now
+            if usual < self._threshold * now:
+                found[section] = (usual / now, len(times))
+            before.append(now)
         return [
             SlowDown(section, *found[section], reports, self._slower.of)
             for section, reports in self._slower.note(found).items()

@@ -159,7 +159,7 @@ def _slowed(found: Stragglers) -> list[str]:
         times = 1 / max(1e-4, min(event.score for _, event in own))
         since, until = _clock(own[0][0]), _clock(own[-1][0])
         when = since if since == until else f"{since} to {until}"
-        notes.append(f"{when} all ranks: {clean(section)} took up to {times:.2g} times its best")
+        notes.append(f"{when} all ranks: {clean(section)} took up to {times:.2g} times as long as before")
     return notes
 
 

@@ -233,7 +233,7 @@ def say_slowed(event: JobSlowed) -> str:
     """Say that all ranks have become slower."""
     times = 1 / max(event.score, 1e-4)
     seen = f"in {event.reports} of {event.of_reports} reports"
-    return f"all ranks: {clean(event.section)} takes {times:.2g} times as long as at its best, {seen}"
+    return f"all ranks: {clean(event.section)} takes {times:.2g} times as long as before, {seen}"
 
 
 def say_health(event: HealthChecked) -> str:

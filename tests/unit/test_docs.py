@@ -17,6 +17,7 @@ from nvrx_slurm.cli.doctor import _launcher, _own_times
 from nvrx_slurm.cli.doctor import main as doctor
 from nvrx_slurm.cli.launch import main as launch
 from nvrx_slurm.cli.launch_flags import FOREIGN_FLAGS
+from nvrx_slurm.cli.report_stragglers import stragglers
 from nvrx_slurm.doctor.batch_file import parse_batch_file
 from nvrx_slurm.doctor.lint import lint
 from nvrx_slurm.fault_tolerance.config import NOT_NEEDED, NOT_OFFERED
@@ -55,6 +56,8 @@ def test_every_option_that_a_document_shows_exists(document: str, line: str) -> 
     words = shlex.split(line.split("#")[0], posix=True)
     command = importlib.import_module(f"nvrx_slurm.cli.{words[0].removeprefix('nvrx-')}").main
     rest = words[1:]
+    if rest[:1] == ["stragglers"]:
+        command, rest = stragglers, rest[1:]
     known = _options(command) | {"-h", "--help"}
     if isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"{document}: {line}"
