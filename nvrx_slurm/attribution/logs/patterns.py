@@ -12,7 +12,7 @@ except ImportError:  # Python 3.10
     import sre_parse as _parser
 
 MAX_REPEAT = 400
-_MIN_LITERAL = 3
+MIN_LITERAL = 3
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 _SINGLE = (_constants.LITERAL, _constants.IN, _constants.NOT_LITERAL)
 
@@ -39,7 +39,7 @@ def _needed(parsed: list[Any]) -> frozenset[str] | None:
         if operation is _constants.LITERAL:
             run += chr(argument)
             continue
-        if len(run) >= _MIN_LITERAL:
+        if len(run) >= MIN_LITERAL:
             found.append(frozenset([run]))
         run = ""
         inner: frozenset[str] | None = None

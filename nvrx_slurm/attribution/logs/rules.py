@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nvrx_slurm.attribution.logs.patterns import needed_literals, why_not_linear
+from nvrx_slurm.attribution.logs.patterns import MIN_LITERAL, needed_literals, why_not_linear
 from nvrx_slurm.attribution.logs.prefix import LineLevel, parse_prefix
 
 RULES_VERSION = 1
@@ -106,6 +106,21 @@ UNKNOWN = Family(
 )
 
 
+@dataclass
+class Expression:
+    """One pattern as a regular expression; compiled when a line first holds what it needs."""
+
+    text: str
+    needs: frozenset[str] | None
+    """Every line that it matches holds one of these; None: not known."""
+    _compiled: re.Pattern[str] | None = None
+
+    def matches(self, text: str) -> bool:
+        if self._compiled is None:
+            self._compiled = re.compile(self.text)
+        return self._compiled.search(text) is not None
+
+
 @dataclass(frozen=True)
 class Rule:
     """Patterns of one family; several rules may name one family."""
@@ -114,11 +129,9 @@ class Rule:
     family: Family
     patterns: tuple[str, ...]
     """As written in the file."""
-    matcher: re.Pattern[str]
     source: str
     """File that it is from."""
-    needs: frozenset[str] | None
-    """Every line that it matches holds one of these; None: not known."""
+    expressions: tuple[Expression, ...]
 
 
 class RuleSet:
@@ -127,11 +140,17 @@ class RuleSet:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
         self.families = {rule.family.id: rule.family for rule in rules}
-        self._always = [at for at, rule in enumerate(rules) if rule.needs is None]
+        self._tries = [(rule, expression) for rule in rules for expression in rule.expressions]
+        self._always = [at for at, (_, expression) in enumerate(self._tries) if expression.needs is None]
         self._by_literal: dict[str, list[int]] = defaultdict(list)
-        for at, rule in enumerate(rules):
-            for literal in rule.needs or ():
+        for at, (_, expression) in enumerate(self._tries):
+            for literal in expression.needs or ():
                 self._by_literal[literal].append(at)
+        self._by_part: dict[str, list[str]] = defaultdict(list)
+        """Literals by the three of their letters that fewest others have."""
+        parts = Counter(part for literal in self._by_literal for part in _parts(literal))
+        for literal in self._by_literal:
+            self._by_part[min(_parts(literal), key=parts.__getitem__)].append(literal)
 
     def classify(self, line: str) -> Family | None:
         """Return the family of a line, its prefixes included, or None."""
@@ -147,16 +166,21 @@ class RuleSet:
         """Return the rule for a line that its prefixes were taken off."""
         text = text.lower()
         possible = set(self._always)
-        for literal, places in self._by_literal.items():
-            if literal in text:
-                possible.update(places)
+        for part in self._by_part.keys() & _parts(text):
+            for literal in self._by_part[part]:
+                if literal in text:
+                    possible.update(self._by_literal[literal])
         for at in sorted(possible):
-            rule = self.rules[at]
+            rule, expression = self._tries[at]
             if rule.family.soft and level is not LineLevel.ERROR:
                 continue
-            if rule.matcher.search(text):
+            if expression.matches(text):
                 return rule
         return None
+
+
+def _parts(text: str) -> set[str]:
+    return {text[at : at + MIN_LITERAL] for at in range(len(text) - MIN_LITERAL + 1)}
 
 
 def clip(line: str) -> str:
@@ -214,7 +238,6 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
         yield entry
 
 
-_NEVER = r"(?!)"
 _KEYS = frozenset(["id", "is", "policy", "says", "strength", "soft", "transient", "match"])
 
 
@@ -261,7 +284,7 @@ def _policy(policy: Any, name: str, path: Path) -> dict[str, Any]:
 
 def _rule(entry: dict[str, Any], family: Family, path: Path) -> Rule:
     patterns = tuple(entry.get("match") or ())
-    expanded = []
+    expressions = []
     for pattern in patterns:
         text = _MACRO.sub(lambda found: _XID % found.group(1), str(pattern))
         try:
@@ -270,6 +293,5 @@ def _rule(entry: dict[str, Any], family: Family, path: Path) -> Rule:
             raise RulesError(f"rules file {path}, {entry['id']}: {pattern!r}: {error}") from error
         if problem:
             raise RulesError(f"rules file {path}, {entry['id']}: {pattern!r} {problem}")
-        expanded.append(f"(?:{text})")
-    whole = "|".join(expanded) or _NEVER
-    return Rule(entry["id"], family, patterns, re.compile(whole), path.name, needed_literals(whole))
+        expressions.append(Expression(text, needed_literals(text)))
+    return Rule(entry["id"], family, patterns, path.name, tuple(expressions))
