@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from nvrx_slurm.checkpointing.local.part_format import read_hollow
+from nvrx_slurm.checkpointing.local_parts import is_part
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
 
 
@@ -29,11 +31,14 @@ def entries(path: Path) -> list[Entry]:
 
     Raises:
         CorruptCheckpointError: its metadata can't be read.
+        CheckpointingException: a part of a local checkpoint holds types of the program that wrote it.
         OSError, RuntimeError, pickle.UnpicklingError: the file can't be read, or holds what only
             executing it would show.
     """
     if path.is_dir():
         return list(_of_directory(path))
+    if is_part(path):
+        return list(_of_part(path))
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return list(_of_state("", state))
 
@@ -50,6 +55,27 @@ def _of_state(name: str, value: Any) -> Iterator[Entry]:
         yield Entry(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), size)
     else:
         yield Entry(name, type(value).__name__, None, 0)
+
+
+def _of_part(path: Path) -> Iterator[Entry]:
+    from nvrx_slurm.checkpointing.local.base_state_dict import decode
+    from nvrx_slurm.checkpointing.local.basic_state_dict import (
+        BasicTensorAwareStateDict,
+        TensorPlaceholder,
+        leaves_by_path,
+    )
+    from nvrx_slurm.checkpointing.local.errors import CheckpointingException
+
+    state = decode(read_hollow(path))["state"]
+    if not isinstance(state, BasicTensorAwareStateDict):
+        raise CheckpointingException(f"it holds a {type(state).__name__}, which only its program knows")
+    for keys, leaf in leaves_by_path(state.state_dict):
+        name = ".".join(map(str, keys))
+        if isinstance(leaf, TensorPlaceholder):
+            size = leaf.shape.numel() * leaf.dtype.itemsize
+            yield Entry(name, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), size)
+        else:
+            yield Entry(name, type(leaf).__name__, None, 0)
 
 
 def _of_directory(path: Path) -> Iterator[Entry]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from nvrx_slurm.checkpointing import local_parts
+from nvrx_slurm.checkpointing.local_parts import LocalSave
 from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.checksums import Verification, verify_content, verify_file
 from nvrx_slurm.checkpointing.storage.durable import is_temporary, leftovers
@@ -27,6 +29,8 @@ class Kind(Enum):
     """One file, as torch.save writes it."""
     DIRECTORY = "directory"
     """Of torch.distributed.checkpoint."""
+    LOCAL = "local"
+    """The parts of one save on this node."""
 
 
 class State(Enum):
@@ -55,7 +59,9 @@ class Checkpoint:
     modified: float
     """Unix time of its commit."""
     why: str = ""
-    """What is wrong, in words."""
+    """What is wrong, or missing, in words."""
+    local: LocalSave | None = None
+    """Of which ``path`` is a name, and no file."""
 
     @property
     def name(self) -> str:
@@ -76,15 +82,25 @@ def find(folder: Path | str) -> list[Checkpoint]:
     if folder.is_file() or _is_checkpoint_directory(folder):
         return [_look(folder)]
     found = [_look(path) for path in folder.iterdir() if _is_checkpoint(path)]
+    found += [_look_local(folder, save) for save in local_parts.find(folder)]
     return sorted(found, key=lambda each: (each.modified, each.name))
 
 
-def verify(checkpoint: Checkpoint) -> Checkpoint:
-    """Read a checkpoint and compare every bit with its checksums."""
+def verify(checkpoint: Checkpoint, read: Callable[[int], None] = lambda count: None) -> Checkpoint:
+    """Read a checkpoint and compare every bit with its checksums.
+
+    Args:
+        read: is told of the bytes of each file when they have been read.
+    """
     if checkpoint.state in (State.TORN, State.DAMAGED):
         return checkpoint
+    if checkpoint.local is not None:
+        why = local_parts.verify(checkpoint.local, read)
+        return replace(checkpoint, state=State.DAMAGED if why else State.INTACT, why=why or checkpoint.why)
     try:
-        found = {_verify_one(path) for path in _data_files(checkpoint)}
+        found = set()
+        for path in _data_files(checkpoint):
+            found.add(_verify_one(path, read))
     except (CorruptCheckpointError, OSError) as error:
         return replace(checkpoint, state=State.DAMAGED, why=str(error))
     intact = found <= {Verification.INTACT} and _has_own_record(checkpoint)
@@ -97,12 +113,22 @@ def torn_files(folder: Path) -> list[Path]:
     return [path for each in (folder, *sorted(below)) for path in leftovers(each)]
 
 
-def _verify_one(path: Path | str) -> Verification:
-    return verify_content(path, read_object(path)) if isinstance(path, str) else verify_file(path)
+def _verify_one(path: Path | str, read: Callable[[int], None]) -> Verification:
+    if isinstance(path, str):
+        content = read_object(path)
+        read(len(content))
+        return verify_content(path, content)
+    found = verify_file(path)
+    read(path.stat().st_size)
+    return found
 
 
 def remove(checkpoint: Checkpoint) -> None:
     """Remove a checkpoint; of a directory ``.metadata`` first, so that nobody takes the rest for whole."""
+    if checkpoint.local is not None:
+        for part in checkpoint.local.files:
+            part.unlink(missing_ok=True)
+        return
     path = Path(checkpoint.path)
     if checkpoint.kind is Kind.FILE:
         path.unlink()
@@ -112,7 +138,7 @@ def remove(checkpoint: Checkpoint) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    if path.is_symlink() or is_temporary(path.name):
+    if path.is_symlink() or is_temporary(path.name) or local_parts.is_part(path):
         return False
     return _is_checkpoint_directory(path) or (path.is_file() and path.suffix in _FILE_SUFFIXES)
 
@@ -127,7 +153,18 @@ def _half_written(path: Path) -> bool:
     return any(is_temporary(name) and _DATA_SUFFIX in name for name in os.listdir(path))
 
 
+def _look_local(folder: Path, save: LocalSave) -> Checkpoint:
+    name = save.files[0] if save.damaged else folder / f"iteration {save.iteration}"
+    state = State.DAMAGED if save.damaged else State.COMMITTED
+    why = save.damaged or save.what_is_here
+    return Checkpoint(name, Kind.LOCAL, state, save.size, save.modified, why, save)
+
+
 def _look(path: Path) -> Checkpoint:
+    if local_parts.is_part(path):
+        (save,) = [each for each in local_parts.find(path.parent) if path in each.files]
+        alone = replace(save, files=(path,), size=path.stat().st_size)
+        return replace(_look_local(path.parent, alone), path=path)
     if path.is_file():
         stat = path.stat()
         state = State.COMMITTED if stat.st_size else State.DAMAGED

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +39,7 @@ _ANYWHERE = click.argument("where", metavar="DIR|URL", type=_PathOrUrl(exists=Tr
 
 @click.group(context_settings=_SETTINGS)
 def main() -> None:
-    """Look at checkpoints: files of torch.save, directories of torch.distributed.checkpoint."""
+    """Look at checkpoints: files of torch.save, directories of torch.distributed.checkpoint, local parts."""
 
 
 @main.command("ls")
@@ -62,7 +64,9 @@ def verify(where: Path | str, as_json: bool) -> None:
     from nvrx_slurm.checkpointing.inspection import State
     from nvrx_slurm.checkpointing.inspection import verify as verified
 
-    found = [verified(each) for each in _watched(_find(where), quiet=as_json)]
+    there = _find(where)
+    with _bytes_read(sum(each.size for each in there), quiet=as_json) as read:
+        found = [verified(each, read) for each in there]
     _show(where, found, as_json)
     sys.exit(1 if any(each.state in (State.DAMAGED, State.TORN) for each in found) else 0)
 
@@ -75,11 +79,15 @@ def inspect(where: Path, as_json: bool) -> None:
     import pickle
 
     from nvrx_slurm.checkpointing.contents import entries
+    from nvrx_slurm.checkpointing.local.errors import CheckpointingException
     from nvrx_slurm.checkpointing.storage import CorruptCheckpointError
 
     try:
         found = entries(Path(_the_one(where).path))
-    except (CorruptCheckpointError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except (
+        *(CorruptCheckpointError, CheckpointingException),
+        *(OSError, RuntimeError, pickle.UnpicklingError),
+    ) as error:
         raise click.ClickException(f"{where}: {str(error).splitlines()[0]}") from None
     if as_json:
         _print({"schema": "nvrx.ckpt.inspect.v1", "path": str(where), "entries": [asdict(e) for e in found]})
@@ -141,13 +149,18 @@ def _the_one(where: Path) -> Checkpoint:
     return found[0]
 
 
-def _watched(found: list[Checkpoint], *, quiet: bool) -> Any:
-    """Yield the checkpoints, with a progress bar on a terminal."""
+@contextlib.contextmanager
+def _bytes_read(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Yield what takes the bytes that have been read; shows a progress bar on a terminal."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    return track(found, "verifying", console=console, disable=quiet or not console.is_terminal)
+    columns = ("verifying", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    is_hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def _show(where: Path | str, found: list[Checkpoint], as_json: bool) -> None:
@@ -191,6 +204,7 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
         "size": checkpoint.size,
         "modified": checkpoint.modified,
         "why": checkpoint.why,
+        "files": list(map(str, checkpoint.local.files)) if checkpoint.local else None,
     }
 
 

@@ -21,6 +21,11 @@ from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
+from nvrx_slurm.checkpointing.local.buffers import BufferPool
+from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager, write_part
+from nvrx_slurm.checkpointing.local.ids import CkptID
+from nvrx_slurm.checkpointing.local.part import stage
 from nvrx_slurm.cli.ckpt import main
 
 
@@ -157,3 +162,54 @@ def test_listing_and_verifying_import_no_torch(folder: Path) -> None:
         subprocess.run(
             [sys.executable, "-c", code, *words], check=True, timeout=60, stdout=subprocess.DEVNULL
         )
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """Iterations 1 and 2 of a single rank, and a part of a third that two ranks have saved."""
+    manager = LocalCheckpointManager(tmp_path, keep=3)
+    for iteration in (1, 2):
+        state = {"w": torch.ones(4, 3) * iteration, "list": [torch.zeros(2), 7]}
+        manager.save(BasicTensorAwareStateDict(state), iteration)
+    part = stage(BasicTensorAwareStateDict({"w": torch.ones(9)}), CkptID(3, 1, ""), BufferPool())
+    write_part(part.seal(2, "abc"), tmp_path / "0" / "iter_0000003_1_local.pt")
+    return tmp_path
+
+
+def test_local_parts_are_listed_by_save_verified_and_inspected(local: Path) -> None:
+    three = local / "0" / "iter_0000003_1_local.pt"
+    assert states("ls", local) == {f"iteration {number}": "committed" for number in (1, 2, 3)}
+    assert (
+        "the parts of rank 1, of 2 ranks: the others are on other nodes, or lost" in run("ls", local).stdout
+    )
+    assert states("verify", local) == {f"iteration {number}": "intact" for number in (1, 2, 3)}
+    entries = json.loads(run("inspect", local / "0" / "iter_0000001_0_local.pt", "--json").stdout)["entries"]
+    assert [(each["name"], each["type"], each["shape"]) for each in entries] == [
+        ("w", "float32", [4, 3]),
+        ("list.0", "float32", [2]),
+        ("list.1", "int", None),
+    ]
+    content = bytearray(three.read_bytes())
+    content[-1] ^= 1
+    three.write_bytes(content)
+    assert states("ls", three) == {three.name: "committed"}
+    result = run("verify", local)
+    assert result.exit_code == 1
+    assert "tensor 0 is not what was written" in result.stdout
+    three.write_bytes(content[:100])
+    assert states("ls", local)[three.name] == "damaged"
+
+
+def test_prune_of_local_parts_removes_all_files_of_old_saves(local: Path) -> None:
+    for iteration in (1, 2, 3):
+        for path in (local / "0").glob(f"iter_000000{iteration}_*"):
+            age(path, 10 - iteration)
+    assert run("prune", local, "--keep", "2").exit_code == 0
+    assert sorted(path.name for path in (local / "0").iterdir()) == [
+        "iter_0000002_0_local.pt",
+        "iter_0000003_1_local.pt",
+    ]
+
+
+def test_local_parts_need_no_torch(local: Path) -> None:
+    test_listing_and_verifying_import_no_torch(local)

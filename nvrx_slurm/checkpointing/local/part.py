@@ -1,16 +1,7 @@
-"""One rank's share of a checkpoint as one run of bytes: what is sent to other ranks, and what a file holds.
-
-    header   one page: magic, length and checksum of what follows, then JSON (:class:`Header`)
-    hollow   the state without its tensors, and types, shapes and places of these
-    sums     the XXH3 of each tensor, 8 bytes each
-    tensors  from a new page on, each from a multiple of 64 bytes on
-
-All numbers are little-endian. The same state gives the same bytes.
-"""
+"""One rank's share of a checkpoint as one run of bytes, in memory and on its way; see ``part_format.py``."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,33 +13,21 @@ from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict,
 from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException
 from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart
+from nvrx_slurm.checkpointing.local.part_format import (
+    PAGE,
+    Header,
+    Row,
+    check,
+    encode_index,
+    first_tensor,
+    padded,
+    parse_header,
+    read_header,
+    write_header,
+)
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, checksum
 
-PAGE = 4096
 _ALIGNMENT = 64
-_MAGIC = b"NVRXPRT1"
-_HEAD = struct.Struct("<8sQQ")
-
-
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the first page says."""
-
-    iteration: int
-    rank: int
-    session: str
-    world_size: int
-    save_id: str
-    hollow_bytes: int
-    tensors: int
-    """How many."""
-    index_sum: int
-    """Checksum of hollow and sums."""
-    size: int
-    """Of it all, in bytes."""
-
-    @property
-    def held(self) -> HeldPart:
-        return HeldPart(CkptID(self.iteration, self.rank, self.session), self.world_size, self.save_id)
 
 
 @dataclass(frozen=True)
@@ -80,7 +59,7 @@ class StagedPart:
 
     def seal(self, world_size: int, save_id: str) -> Part:
         header = msgspec.structs.replace(self.header, world_size=world_size, save_id=save_id)
-        _write_header(self.buffer, header)
+        write_header(self.buffer.memory, header)
         return Part(header.held, self.buffer, header.size)
 
 
@@ -106,30 +85,14 @@ def stage(state: TensorAwareStateDict, id_: CkptID, pool: BufferPool) -> StagedP
         hollow = encode({"state": state, "places": [(p.dtype, p.shape, p.offset, p.nbytes) for p in places]})
     finally:
         state.insert_tensors(popped)
-    first = _first_tensor(len(hollow), len(places))
+    first = first_tensor(len(hollow), len(places))
     size = first + length
-    buffer = pool.take(_padded(size))
-    sums = _copy(tensors, places, buffer, first)
-    index = hollow + sums
+    buffer = pool.take(padded(size))
+    index = hollow + encode_index(_copy(tensors, places, buffer, first))
     buffer.memory[PAGE : PAGE + len(index)] = index
     index_sum = checksum(index)
     header = Header(id_.iteration, id_.rank, id_.session_id, 0, "", len(hollow), len(places), index_sum, size)
     return StagedPart(id_, f"{index_sum:016x}", buffer, header)
-
-
-def read_header(path: Path) -> Header:
-    """Read the first page of a file, and compare the file's length with it.
-
-    Raises:
-        CorruptCheckpointError: it is no whole part.
-        OSError: it can't be read.
-    """
-    with open(path, "rb") as file:
-        header = _parse_header(path, file.read(PAGE))
-        length = file.seek(0, 2)
-    if length != header.size:
-        raise CorruptCheckpointError(path, f"it has {length} bytes of {header.size}")
-    return header
 
 
 def read_part(path: Path, pool: BufferPool) -> Part:
@@ -140,7 +103,7 @@ def read_part(path: Path, pool: BufferPool) -> Part:
         OSError: it can't be read.
     """
     header = read_header(path)
-    buffer = pool.take(_padded(header.size))
+    buffer = pool.take(padded(header.size))
     with open(path, "rb", buffering=0) as file, memoryview(buffer.memory)[: header.size] as view:
         done = 0
         while done < header.size:
@@ -161,20 +124,7 @@ def verified(buffer: SharedBuffer, source: Path | str) -> Part:
         CorruptCheckpointError: it is not what was written.
     """
     with memoryview(buffer.memory) as view:
-        header = _parse_header(source, bytes(view[:PAGE]))
-        first = _first_tensor(header.hollow_bytes, header.tensors)
-        if not first <= header.size <= len(view):
-            raise CorruptCheckpointError(source, "its header and its length do not fit")
-        index = bytes(view[PAGE : PAGE + header.hollow_bytes + 8 * header.tensors])
-        if checksum(index) != header.index_sum:
-            raise CorruptCheckpointError(source, "the state without its tensors is not what was written")
-        _, places = _read_hollow(index[: header.hollow_bytes])
-        sums = struct.unpack_from(f"<{header.tensors}Q", index, header.hollow_bytes)
-        for number, (place, expected) in enumerate(zip(places, sums, strict=True)):
-            begin = first + place.offset
-            with view[begin : begin + place.nbytes] as content:
-                if checksum(content) != expected:
-                    raise CorruptCheckpointError(source, f"tensor {number} is not what was written")
+        header = check(view, source)
     return Part(header.held, buffer, header.size)
 
 
@@ -187,9 +137,10 @@ def state_of(part: Part) -> TensorAwareStateDict:
 
 def contents_of(part: Part) -> tuple[TensorAwareStateDict, list[torch.Tensor]]:
     """Return the hollow state in a part, and its tensors, views of the part's buffer."""
-    header = _parse_header("a part", bytes(part.buffer.memory[:PAGE]))
-    first = _first_tensor(header.hollow_bytes, header.tensors)
-    state, places = _read_hollow(bytes(part.buffer.memory[PAGE : PAGE + header.hollow_bytes]))
+    header = parse_header("a part", bytes(part.buffer.memory[:PAGE]))
+    content = decode(bytes(part.buffer.memory[PAGE : PAGE + header.hollow_bytes]))
+    state, places = content["state"], [_Place(*place) for place in content["places"]]
+    first = header.first_tensor
     if not isinstance(state, TensorAwareStateDict):
         raise CheckpointingException(f"A part holds a {type(state).__name__} in place of a state dict.")
     tensors = [
@@ -212,60 +163,25 @@ def _lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[_Place], int]:
 
 def _copy(
     tensors: Sequence[torch.Tensor], places: Sequence[_Place], buffer: SharedBuffer, first: int
-) -> bytes:
-    """Copy the tensors to their places; return their checksums."""
+) -> list[Row]:
+    """Copy the tensors to their places; return the index of them."""
     for tensor, place in zip(tensors, places, strict=True):
         target = _view(buffer, first + place.offset, place.nbytes).view(place.dtype).reshape(place.shape)
         target.copy_(tensor, non_blocking=True)
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         torch.accelerator.synchronize(device)
     with memoryview(buffer.memory) as view:
-        sums = []
+        rows = []
         for place in places:
             begin = first + place.offset
             padded = -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
             view[begin + place.nbytes : begin + padded] = bytes(padded - place.nbytes)
             with view[begin : begin + place.nbytes] as content:
-                sums.append(checksum(content))
-    return struct.pack(f"<{len(sums)}Q", *sums)
+                rows.append(Row(place.offset, place.nbytes, checksum(content)))
+    return rows
 
 
 def _view(buffer: SharedBuffer, offset: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(buffer.memory, dtype=torch.uint8, offset=offset, count=nbytes)
-
-
-def _first_tensor(hollow_bytes: int, tensors: int) -> int:
-    return PAGE + _padded(hollow_bytes + 8 * tensors)
-
-
-def _padded(size: int) -> int:
-    return -(-size // PAGE) * PAGE
-
-
-def _write_header(buffer: SharedBuffer, header: Header) -> None:
-    content = msgspec.json.encode(header)
-    if len(content) > PAGE - _HEAD.size:
-        raise CheckpointingException(f"The session id {header.session[:40]!r}… is too long.")
-    head = _HEAD.pack(_MAGIC, len(content), checksum(content)) + content
-    buffer.memory[:PAGE] = head.ljust(PAGE, b"\0")
-    index_end = PAGE + header.hollow_bytes + 8 * header.tensors
-    first = _first_tensor(header.hollow_bytes, header.tensors)
-    buffer.memory[index_end:first] = bytes(first - index_end)
-
-
-def _parse_header(source: Path | str, page: bytes) -> Header:
-    try:
-        magic, length, expected = _HEAD.unpack_from(page)
-        content, rest = page[_HEAD.size : _HEAD.size + length], page[_HEAD.size + length :]
-        if magic == _MAGIC and checksum(content) == expected and not any(rest):
-            return msgspec.json.decode(content, type=Header)
-    except (struct.error, msgspec.DecodeError):
-        pass
-    raise CorruptCheckpointError(source, "it does not begin as a part of a checkpoint does")
-
-
-def _read_hollow(data: bytes) -> tuple[object, list[_Place]]:
-    content = decode(data)
-    return content["state"], [_Place(*place) for place in content["places"]]

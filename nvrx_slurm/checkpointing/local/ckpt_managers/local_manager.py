@@ -15,7 +15,8 @@ from pathlib import Path
 from nvrx_slurm.checkpointing.local.ckpt_managers.base_manager import BaseCheckpointManager
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, SameMachineReplicationException
 from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart, parse_part_name, part_name
-from nvrx_slurm.checkpointing.local.part import Header, Part, read_header, read_part
+from nvrx_slurm.checkpointing.local.part import Part, read_part
+from nvrx_slurm.checkpointing.local.part_format import Header, read_header
 from nvrx_slurm.checkpointing.local.replication.exchange import DEFAULT_TIMEOUT
 from nvrx_slurm.checkpointing.local.replication.strategies import ReplicationStrategy
 from nvrx_slurm.checkpointing.local.space import Room, look_at
