@@ -65,11 +65,16 @@ def make_node(
     stage: str, config: HealthConfig, state_dir: Path | None, job: JobContext | None = None
 ) -> Node:
     """Return this node, for the job that Slurm's variables tell of unless given."""
-    from nvrx_slurm.health.node import JobContext, Node
+    from nvrx_slurm.health.node import JobContext, Node, ScontrolClock
     from nvrx_slurm.health.stage import Stage
     from nvrx_slurm.health.state import StateDir
 
     node = Node(stage=Stage(stage), job=job or JobContext.from_environ(os.environ))
     name = os.environ.get("SLURMD_NODENAME")
-    chosen = state_dir or config.state_dir
-    return replace(node, host=name or node.host, state=StateDir(chosen))
+    settings = config.hooks
+    controller = ScontrolClock(
+        scontrol=str(Path(settings.slurm_bin) / "scontrol"),
+        slurm_conf=os.environ.get("SLURM_CONF") or settings.slurm_conf,
+    )
+    state = StateDir(state_dir or config.state_dir)
+    return replace(node, host=name or node.host, controller=controller, state=state)

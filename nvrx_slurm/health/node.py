@@ -94,16 +94,24 @@ class ControllerClock(Protocol):
 
 @dataclass(frozen=True)
 class ScontrolClock:
-    """Asks ``scontrol show config``, whose first line is the controller's time."""
+    """Asks ``scontrol show config``, whose first line is the controller's time.
+
+    Args:
+        scontrol: its name or path.
+        slurm_conf: empty: where Slurm looks for it by itself.
+    """
 
     programs: Programs = field(default_factory=RealPrograms)
+    scontrol: str = "scontrol"
+    slurm_conf: str = ""
     timeout_s: float = 5.0
 
     def now(self) -> float:
         """See :meth:`ControllerClock.now`."""
-        argv = ("scontrol", "show", "config")
+        argv = (self.scontrol, "show", "config")
         # In UTC there is no hour that comes twice.
-        done = self.programs.run(argv, self.timeout_s, {"TZ": "UTC0"})
+        environ = {"TZ": "UTC0", **({"SLURM_CONF": self.slurm_conf} if self.slurm_conf else {})}
+        done = self.programs.run(argv, self.timeout_s, environ)
         written = done.output.partition("\n")[0].rpartition(" ")[2]
         try:
             return datetime.strptime(written, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=timezone.utc).timestamp()

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, as a hook
 _SCONTROL = """#!/bin/sh
 echo "$*" >> "${0%/*}/orders"
 [ "$3" != nodes ] || echo "NodeName=n1 State=IDLE Partitions=batch"
+[ "$2" != config ] || echo "Configuration of $SLURM_CONF as of $(date +%Y-%m-%dT%H:%M:%S)"
 [ "$3" != job ] || echo "JobId=7 JobName=x"
 """
 
@@ -73,6 +74,21 @@ def test_what_a_hook_remembers_nobody_else_reads_or_changes(site: Site) -> None:
     made = [site.root / "lib", *sorted((site.root / "lib").rglob("*"))]
     assert made[-1].name == "baseline.json"
     assert [path.name for path in made if path.stat().st_mode & 0o077] == []
+
+
+def test_the_controllers_clock_is_asked_of_the_slurm_that_the_site_has(site: Site) -> None:
+    config = site.root / "health.yaml"
+    config.write_text(config.read_text().replace("/slurm}", "/slurm, slurm_conf: /opt/slurm.conf}"))
+    done = subprocess.run(
+        [NVRX_HEALTH, "check", "--only", "clock", "--config", config],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.startswith("OK clock: agrees with the controller's"), done.stdout
+    assert "show config" in (site.root / "slurm" / "orders").read_text()
 
 
 def assert_drained(site: Site, done: subprocess.CompletedProcess[str]) -> None:
