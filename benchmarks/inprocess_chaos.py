@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -67,6 +68,8 @@ class Findings:
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     jobs: int = 0
     hub_kills: int = 0
+    bystanders: int = 0
+    """Ranks without a fault of their own that nothing unblocked; killed past the soft time-out."""
 
 
 def plan_job(chance: random.Random) -> dict[str, Any]:
@@ -112,7 +115,9 @@ def judge(outcome: Outcome, findings: Findings, name: str) -> None:
         if rank.all("returned"):
             continue
         raised = rank.all("raised")
-        if number not in faulty and not kinds["hub"]:
+        if number not in faulty and rank.exit == -signal.SIGTERM:
+            findings.bystanders += 1
+        elif number not in faulty and not kinds["hub"]:
             said = f"{raised[0]['type']}: {raised[0]['text']}" if raised else f"exit {rank.exit}"
             complain(f"rank {number} is lost without a fault of its own: {said}")
         elif raised and raised[0]["type"] not in _ENDINGS:
@@ -155,6 +160,7 @@ def rows(findings: Findings) -> tuple[Row, ...]:
         for metric, count in (("faults", findings.faults.total()), ("jobs", findings.jobs))
     ]
     made.append(document.summarize("chaos", OURS, "broken_promises", "", [len(findings.complaints)]))
+    made.append(document.summarize("chaos", OURS, "bystanders_killed", "ranks", [findings.bystanders]))
     made += [
         document.summarize("chaos", OURS, f"re_entry_after_{kind}", "s", values)
         for kind, values in sorted(findings.recovery_s.items())

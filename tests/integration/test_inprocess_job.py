@@ -26,6 +26,9 @@ def train(call: CallWrapper):
     if cycle == 0 and call.iteration == 0 and rank == 1:
         raise ValueError("can be saved in place")
     if cycle == 0 and call.iteration == 1 and rank == 0:
+        # What a rank tells just before its end may come after the cycle's.
+        while "inprocess_restart" not in open(os.environ["NVRX_RUN_DIR"] + "/journal.jsonl").read():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if cycle == 0:
         while True:
