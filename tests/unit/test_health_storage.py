@@ -49,6 +49,8 @@ def test_lustre_says_itself_whether_it_is_healthy(node: Node, tree: FakeTree) ->
     assert status("lustre", node) == "ok"
     tree.write("/sys/fs/lustre/health_check", "device scratch-MDT0000 reported unhealthy\nNOT HEALTHY\n")
     assert status("lustre", node) == "fail"
+    tree.write("/sys/fs/lustre/health_check", "\n")
+    assert status("lustre", node) == "warn", "it has said nothing"
 
 
 def test_a_lustre_target_without_its_server_is_a_warning(node: Node, tree: FakeTree) -> None:

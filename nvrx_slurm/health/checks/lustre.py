@@ -26,6 +26,8 @@ def lustre(node: Node, settings: Settings) -> list[CheckResult]:
     if not node.tree.exists(_HEALTH):
         return [skip("there is no Lustre client", _HEALTH)]
     said = node.tree.text(_HEALTH)
+    if not said:
+        raise UnavailableError("says nothing", _HEALTH, expected=True)
     results = []
     if said != "healthy":
         results.append(fail(f"says {said[:60]!r}", _HEALTH, remedy=_REMEDY))
