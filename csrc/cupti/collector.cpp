@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <new>
+
 namespace nvrx {
 
 Collector::Collector(std::unique_ptr<RecordSource> source, std::size_t buffer_bytes, std::size_t most_buffers)
@@ -34,11 +36,18 @@ std::uint8_t* Collector::request(std::size_t& size) {
         size = 0;
         return nullptr;
     }
-    auto memory = std::unique_ptr<Aligned[]>(new Aligned[buffer_bytes_ / sizeof(Aligned)]);
-    auto* buffer = reinterpret_cast<std::uint8_t*>(memory.get());
-    made_.emplace(buffer, std::move(memory));
-    ++buffers_.made;
-    return buffer;
+    try {
+        auto memory = std::unique_ptr<Aligned[]>(new Aligned[buffer_bytes_ / sizeof(Aligned)]);
+        auto* buffer = reinterpret_cast<std::uint8_t*>(memory.get());
+        free_.reserve(made_.size() + 1);  // so that giving it back needs no memory
+        made_.emplace(buffer, std::move(memory));
+        ++buffers_.made;
+        return buffer;
+    } catch (const std::bad_alloc&) {  // no exception may reach the driver
+        ++buffers_.refused;
+        size = 0;
+        return nullptr;
+    }
 }
 
 void Collector::complete(std::uint8_t* buffer, std::size_t valid) {
@@ -105,14 +114,18 @@ void Collector::read() {
             filled = queue_.front();
             queue_.pop_front();
         }
-        {
+        bool is_read = true;
+        try {
             const std::lock_guard lock(aggregating_);
             read_records(*source_, filled.buffer, filled.valid, aggregator_);
+        } catch (const std::bad_alloc&) {  // training is worth more than its statistics
+            is_read = false;
         }
         const std::uint64_t dropped = source_->dropped();
         {
             const std::lock_guard lock(mutex_);
             buffers_.dropped += dropped;
+            if (!is_read) ++buffers_.discarded;
             free_.push_back(filled.buffer);
             ++done_;
         }

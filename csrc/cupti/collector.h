@@ -22,7 +22,7 @@ struct Buffers {
     std::uint64_t made = 0;      // that exist
     std::uint64_t refused = 0;   // requests beyond the limit: the driver drops records then
     std::uint64_t foreign = 0;   // handed over, but lent by somebody else
-    std::uint64_t discarded = 0; // in which another tool's records may be among ours
+    std::uint64_t discarded = 0; // not read: another tool's records may be in them, or memory lacks
     std::uint64_t dropped = 0;   // records that the driver says it has dropped
 };
 
