@@ -77,9 +77,9 @@ def main(quick: bool, as_json: bool, peer_name: str | None) -> None:
         rows += _peer_section_rows(contenders[peer_name], peer_name, 100 if quick else 1000)
     for world in (4,) if quick else (4, 64):
         for kernels in (300, 2000):
-            rows += _report_rows(contenders, world, kernels, (20 if quick else 100) if world == 4 else 10)
+            rows += _report_rows(contenders, world, kernels, (10 if quick else 40) if world == 4 else 4)
     rows += through_agents.rank_rows(20 if quick else 200)
-    rows += through_agents.coordinator_rows(1 if quick else 5)
+    rows += through_agents.coordinator_rows(1 if quick else 3)
     rows.append(_watch_row(3 if quick else 10))
     rows += _kernel_rows(1_000_000 if quick else 10_000_000)
     result = Document("straggler", machine, date, tuple(rows))

@@ -44,8 +44,10 @@ class _Timed:
         self._begun = time.perf_counter_ns()
 
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        if kind is None:
-            self._samples.append((time.perf_counter_ns() - self._begun) * 1e-6)
+        begun, self._begun = self._begun, 0
+        # 0: it was left twice, or never entered.
+        if kind is None and begun:
+            self._samples.append((time.perf_counter_ns() - begun) * 1e-6)
 
 
 class _TimedWithGpu:

@@ -330,6 +330,21 @@ def test_a_body_that_raises_is_not_measured_and_one_within_itself_counts_for_its
     assert sections.summaries() == {}, "a new period"
 
 
+def test_unbalanced_use_of_a_section_measures_nothing_that_was_not() -> None:
+    sections = Sections()
+    never_left, never_entered = (
+        sections.enter("a", profile_cuda=False),
+        sections.enter("a", profile_cuda=False),
+    )
+    never_left.__enter__()
+    never_entered.__exit__(None, None, None)
+    assert sections.summaries() == {}
+    with (twice := sections.enter("a", profile_cuda=False)):
+        pass
+    twice.__exit__(None, None, None)
+    assert sections.summaries()["a"][Statistic.NUM] == 1
+
+
 def test_one_in_so_many_entries_is_measured_the_first_among_them() -> None:
     sections = Sections(profiling_interval=2)
     for _ in range(5):
@@ -529,6 +544,7 @@ def test_it_says_what_is_missing(detector: type[Detector]) -> None:
         ({"profiling_interval": True}, "profiling_interval is True"),
         ({"report_time_interval": 0}, "report_time_interval is 0: seconds above 0 are accepted"),
         ({"timeout_s": math.nan}, "timeout_s is nan"),
+        ({"exchange": "pigeon"}, "exchange is 'pigeon': 'auto' or 'torch' is accepted"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -540,7 +556,9 @@ def test_bad_arguments_are_refused(
 
 def test_the_example_of_the_page_runs(detector: type[Detector]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "straggler.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    batches = iter(range(100))
-    exec(example, {"steps": 30, "batches": batches, "model": lambda batch: batch})
-    assert next(batches) == 30
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        batches = iter(range(30))
+        exec(example, {"steps": 30, "batches": batches, "model": lambda batch: batch})
+        assert next(batches, None) is None

@@ -70,7 +70,9 @@ def _fault_of(window: Window, reports: Sequence[Report]) -> str | None:
     wrong = {each for each in named - wanted if each[0] not in allowed}
     if wrong:
         return f"named without a cause: {sorted(wrong)}"
-    if not wanted <= early:
+    # A node is named by any of its ranks.
+    missed = not wanted & early if window.kind is Kind.NODE else not wanted <= early
+    if missed:
         scores = [dict(zip(r.scores.ranks, r.scores.scores, strict=True)) for r in reports]
         seen = [{rank: each.get(rank) for rank in window.ranks} for each in scores]
         return f"not named within {_NEEDED} reports: {sorted(wanted - early)}, scores {seen}"
