@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -258,6 +260,8 @@ def planned(plan: dict[str, Any], report: Report) -> None:
     after the last one returns, after one all-reduce if there is a group. Meanwhile the others do
     ``plan["others"]``.
     """
+    # What the interpreter collects by itself is not to be taken for the wrapper's.
+    gc.disable()
     rank = int(os.environ["RANK"])
     others = plan.get("others", "python")
 
@@ -273,6 +277,7 @@ def planned(plan: dict[str, Any], report: Report) -> None:
             records=[[record.rank, record.interruption.name] for record in last.records] if last else [],
             total=last.total_s if last else 0,
             phases=last.phases() if last else {},
+            full_collections=gc.get_stats()[2]["collections"],
         )
         if others == "gloo":
             make_group(call)
@@ -308,6 +313,64 @@ def wait_as(others: str, call: CallWrapper, report: Report) -> None:
             while True:
                 call.ping()
                 time.sleep(0.001)
+
+
+def manners(plan: dict[str, Any], report: Report) -> None:
+    """Use what a call wrapper offers, in two calls of one wrapped function."""
+    rank = int(os.environ["RANK"])
+    wrapper = wrapper_for(plan, report)
+
+    @wrapper
+    def function(number: int, *, word: str, call: CallWrapper) -> tuple[int, str, int]:
+        """What a user says of it."""
+        if call.iteration == 0:
+            with call.disable_hang_protection():
+                _C.usleep(int(plan["silent"] * 1e6))
+            report("unprotected", rank=rank)
+            call.store.barrier("all have been silent", 2, seconds(30))
+            if rank == 0:
+                with call.atomic(), call.atomic():
+                    call.store.set("inside", "1")
+                    _C.usleep(300_000)
+                    report("atomic_ends")
+                while True:
+                    time.sleep(0.001)
+            call.store.get("inside")
+            raise ValueError("while rank 0 is not to be interrupted")
+        held.append(call)
+        return number, word, call.iteration
+
+    held: list[CallWrapper] = []
+    report("result", value=function(1, word="one"))
+    report("result", value=function(2, word="two"), name=function.__name__, text=function.__doc__)
+    held[0].ping()
+    threading.Thread(target=lambda: report("in_thread", error=_refusal(lambda: function(3, word="")))).start()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    report("with_group", error=_refusal(lambda: function(3, word="")))
+    dist.destroy_process_group()
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def contended(plan: dict[str, Any], report: Report) -> None:
+    """Have one thread wait in the store while the main thread uses it."""
+
+    def function(call: CallWrapper) -> None:
+        waiting = threading.Thread(target=lambda: report("came", value=call.store.get("late").decode()))
+        waiting.start()
+        for number in range(100):
+            call.store.set(f"key{number}", "")
+        report("set", alive=waiting.is_alive())
+        call.store.set("late", "now")
+        waiting.join()
+
+    wrapper_for(plan, report)(function)()
 
 
 # --- chaos ----------------------------------------------------------------------------------------------
@@ -410,7 +473,7 @@ def chaotic(plan: dict[str, Any], report: Report) -> None:
     report("returned", value=wrapper(function)())
 
 
-SCENARIOS = {"planned": planned, "chaotic": chaotic}
+SCENARIOS = {"planned": planned, "manners": manners, "contended": contended, "chaotic": chaotic}
 
 
 # --- the server -----------------------------------------------------------------------------------------
