@@ -299,8 +299,10 @@ def test_of_many_kernels_the_heaviest_travel_and_a_datagram_holds_them(
 def test_an_agent_that_is_behind_or_gone_holds_up_nobody(rank: tuple[PaceChannel, socket.socket]) -> None:
     channel, agent = rank
     sections = {f"section{number}": SectionPeriod(10.0, 20) for number in range(64)}
-    told = [channel.tell(sections, {}) for _ in range(10_000)]
-    assert (told[0], told[-1]) == (True, False), "nobody has read"
+    told = 0
+    while told < 10_000 and channel.tell(sections, {}):
+        told += 1
+    assert 0 < told < 10_000, "nobody has read"
     received(agent)
     assert channel.tell(sections, {}), "it goes on when somebody reads"
     agent.close()
