@@ -100,7 +100,9 @@ def judge(outcome: Outcome, findings: Findings, name: str) -> None:
     faulty = {number for number, rank in enumerate(outcome.ranks) if rank.all("fault")}
     kinds = Counter(fault["kind"] for rank in outcome.ranks for fault in rank.all("fault"))
     findings.faults += kinds
-    findings.hub_kills += kinds["hub"]
+    # Rank 0's supervisor is the one that runs the hub.
+    is_hub_lost = kinds["hub"] > 0 or any(f["kind"] == "supervisor" for f in outcome.ranks[0].all("fault"))
+    findings.hub_kills += is_hub_lost
 
     def complain(what: str) -> None:
         findings.complaints.append(f"{name}: {what}")
@@ -117,7 +119,7 @@ def judge(outcome: Outcome, findings: Findings, name: str) -> None:
         raised = rank.all("raised")
         if number not in faulty and rank.exit == -signal.SIGTERM:
             findings.bystanders += 1
-        elif number not in faulty and not kinds["hub"]:
+        elif number not in faulty and not is_hub_lost:
             said = f"{raised[0]['type']}: {raised[0]['text']}" if raised else f"exit {rank.exit}"
             complain(f"rank {number} is lost without a fault of its own: {said}")
         elif raised and raised[0]["type"] not in _ENDINGS:

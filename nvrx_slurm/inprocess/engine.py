@@ -22,7 +22,7 @@ from nvrx_slurm.inprocess.abort import AbortTorchDistributed, forget_attempts
 from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
 from nvrx_slurm.inprocess.call_wrapper import CallWrapper, release_all
 from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError, RankShouldRestart
-from nvrx_slurm.inprocess.gloo_sockets import shut_gloo_connections
+from nvrx_slurm.inprocess.gloo_sockets import answer_gloo_listeners, shut_gloo_connections
 from nvrx_slurm.inprocess.job_report import report_restart
 from nvrx_slurm.inprocess.link import Link, describe
 from nvrx_slurm.inprocess.monitor_thread import (
@@ -295,6 +295,7 @@ class Engine:
         if self._link.page.words[Word.PHASE] == Phase.USER:
             self._store.interrupt()
             if self._wrapper.abort is not None:
+                answer_gloo_listeners(self._state.world_size)
                 shut_gloo_connections()
 
     def _abort(self) -> None:

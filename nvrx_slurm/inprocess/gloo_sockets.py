@@ -29,7 +29,12 @@ _TARGET = re.compile(
 )
 _CONNECTION = re.compile(rb"_ZTVN4gloo9transport\w*4PairE")
 """Tables of the classes ``gloo::transport::tcp::Pair`` and ``gloo::transport::tcp::tls::Pair``."""
+_LISTENER = re.compile(rb"_ZTVN4gloo9transport\w*8ListenerE")
+"""Table of ``gloo::transport::tcp::Listener``."""
 _WORD = struct.Struct("P")
+_SEQUENCE = struct.Struct("q")
+_MOST_AWAITED = 4096
+"""Connections made to one listener."""
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -49,7 +54,7 @@ def shut_gloo_connections() -> int:
     Whatever waits on them, in any thread, fails at once; the groups are of no use any more.
     """
     count = 0
-    for descriptor, inode in _gloo_connections():
+    for descriptor, inode in _gloo_sockets(_CONNECTION):
         with contextlib.suppress(OSError):
             own = os.dup(descriptor)
             with socket.socket(fileno=own) as connection:
@@ -60,8 +65,28 @@ def shut_gloo_connections() -> int:
     return count
 
 
-def _gloo_connections() -> Iterator[tuple[int, int]]:
-    """Yield descriptor and inode of each."""
+def answer_gloo_listeners(world_size: int) -> int:
+    """Give every gloo group that is being made the connections that it waits for; return how many.
+
+    A rank waits at its listener for those of other ranks, without any socket that could be shut down, until
+    the group's time-out. Whoever connects says by a number which one he is: they count from 0 in each
+    listener (gloo/transport/tcp/listener.cc). Ours end at once, and so does the making of the group.
+    """
+    count = 0
+    for descriptor, _ in _gloo_sockets(_LISTENER):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+            address, family = listener.getsockname(), listener.family
+            for number in range(min(world_size, _MOST_AWAITED)):
+                with socket.socket(family, socket.SOCK_STREAM) as connection:
+                    connection.settimeout(0.1)
+                    connection.connect(address)
+                    connection.sendall(_SEQUENCE.pack(number))
+                    count += 1
+    return count
+
+
+def _gloo_sockets(kind: re.Pattern[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield descriptor and inode of each that an object of such a class serves."""
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -69,7 +94,7 @@ def _gloo_connections() -> Iterator[tuple[int, int]]:
         return
     try:
         for descriptor, data, inode in _registered():
-            if _serves_a_connection(memory, data):
+            if _is_served_by(memory, data, kind):
                 yield descriptor, inode
     finally:
         os.close(memory)
@@ -89,18 +114,18 @@ def _registered() -> Iterator[tuple[int, int, int]]:
             yield int(descriptor), int(data, 16), int(inode, 16)
 
 
-def _serves_a_connection(memory: int, address: int) -> bool:
-    """Tell whether an object of gloo's class is at ``address``, which may as well be no address at all."""
+def _is_served_by(memory: int, address: int, kind: re.Pattern[bytes]) -> bool:
+    """Tell whether an object of such a class is at ``address``, which may as well be no address at all."""
     try:
         word = os.pread(memory, _WORD.size, address)
     except (OSError, OverflowError):
         return False
-    return len(word) == _WORD.size and _names_a_connection(_WORD.unpack(word)[0])
+    return len(word) == _WORD.size and kind.fullmatch(_table_name(_WORD.unpack(word)[0])) is not None
 
 
 @cache
-def _names_a_connection(table: int) -> bool:
+def _table_name(table: int) -> bytes:
     info = _SymbolInfo()
     if not ctypes.CDLL(None).dladdr(ctypes.c_void_p(table), ctypes.byref(info)):
-        return False
-    return info.symbol is not None and _CONNECTION.fullmatch(info.symbol) is not None
+        return b""
+    return info.symbol or b""

@@ -232,3 +232,16 @@ def test_a_restart_needs_no_gpu_and_no_full_garbage_collection(ranks: Scenarios)
         assert len({entry["full_collections"] for entry in rank.all("enter")}) == 1
         last = rank.all("enter")[-1]
         assert sum(last["phases"].values()) == pytest.approx(last["total"], abs=1e-6)
+
+
+def test_a_rank_that_dies_while_a_group_is_being_made_takes_no_other_along(ranks: Scenarios) -> None:
+    """The others wait for its connections, and in the store for its address."""
+    chaos = [[0, 1, "function", "sigkill", 0.05], [1, 3, "function", "keyboard", 0.05]]
+    done = ranks.run(
+        world_size=5, scenario="chaotic", chaos=chaos, duration=0.05, times={"soft_timeout": 30.0}
+    )
+    assert [rank.exit for rank in done] == [0, -9, 0, 1, 0]
+    assert [rank.one("returned")["value"] for rank in done if rank.exit == 0] == ["0", "1", "2"]
+    for rank in done[::2]:
+        assert rank.entered == [0, 1, 2]
+        assert rank.all("enter")[2]["t"] - rank.all("enter")[0]["t"] < 20
