@@ -167,7 +167,11 @@ def ranks_that_have_moved_get_their_parts(world: World) -> None:
 
 def permuted_ranks_get_their_parts(world: World) -> None:
     save(world.manager("permuted"), world, 3)
-    check_loads(world.manager("permuted", node=[1, 0, 0, 1][world.rank]), world, 3)
+    moved = world.manager("permuted", node=[1, 0, 0, 1][world.rank])
+    check_loads(moved, world, 3)
+    save(moved, world, 4)
+    # nor does anything stay where ranks have been
+    assert not [name for name in files_of(world, "permuted") if "iter_0000003" in name]
 
 
 def a_loss_of_all_copies_is_named(world: World) -> str:
