@@ -60,6 +60,10 @@ class Findings:
     leftovers: int = 0
     """Torn files that were found and removed."""
 
+    def complain(self, what: str) -> None:
+        self.complaints.append(what)
+        click.echo(f"WRONG: {what}", err=True)
+
 
 class CrashError(click.ClickException):
     """The trainer did not do what a trainer does."""
@@ -141,7 +145,8 @@ def main(quick: bool, kills: int | None, seed: int, as_json: bool) -> None:
         with tempfile.TemporaryDirectory(prefix="nvrx-crash-", dir=Path.cwd()) as folder:
             if mode is Mode.LOCAL:
                 note = partial(_note, findings, mode, share)
-                findings.complaints += crash_local.strike(Path(folder), share, draw, note)
+                for complaint in crash_local.strike(Path(folder), share, draw, note):
+                    findings.complain(complaint)
             else:
                 _strike(Path(folder), mode, share, draw, findings)
     result = Document("checkpoint_crash", machine, date, tuple(_rows(findings, kills)))
@@ -149,8 +154,6 @@ def main(quick: bool, kills: int | None, seed: int, as_json: bool) -> None:
         click.echo(result.to_json())
     else:
         Console().print(document.render(result, _TITLES))
-    for complaint in findings.complaints:
-        click.echo(complaint, err=True)
     sys.exit(1 if findings.complaints else 0)
 
 
@@ -199,10 +202,10 @@ def _judge(folder: Path, mode: Mode, trainer: Trainer, findings: Findings) -> in
     try:
         step = _newest_file(folder) if mode is Mode.FILES else _directory(place)
     except Exception as error:
-        findings.complaints.append(f"{mode.value}: not loadable: {error}")
+        findings.complain(f"{mode.value}: not loadable: {error}")
         return trainer.attempted
     if step < trainer.committed:
-        findings.complaints.append(f"{mode.value}: step {trainer.committed} was committed, {step} was loaded")
+        findings.complain(f"{mode.value}: step {trainer.committed} was committed, {step} was loaded")
     return max(step, trainer.attempted)
 
 
