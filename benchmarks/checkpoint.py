@@ -10,12 +10,11 @@ import contextlib
 import json
 import mmap
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -23,26 +22,26 @@ import click
 import torch
 import torch.distributed as dist
 from bench import document, ending, peer
-from bench.checkpoint import savers
+from bench.checkpoint import gpt_loop, plot, savers
 from bench.checkpoint.savers import TENSOR_BYTES, Save, State, Times, make_state, timed
 from bench.document import OURS, Document, Row
 from rich.console import Console
 
 from nvrx_slurm.checkpointing import storage
 from nvrx_slurm.checkpointing.async_ckpt.core import SnapshotMode
-from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt.model import GPT
 
 _PEER_SAVES = Path(__file__).parent / "bench" / "checkpoint" / "peer_saves.py"
 _PEERS = {"peer, forked": 0, "peer, persistent (torn)": 1}
 _PATIENCE_S = 600.0
+_WORLD = 4
+_INTERVALS = (1, 2, 4, 8, 16, 32)
 _TITLES = {
     "disk": "saving float32 tensors of 16 MiB to disk",
     "shm": "saving them to /dev/shm",
     "load": "loading what was saved, from the page cache",
-    "training": "real GPT steps, the state of the GPT itself saved",
+    "fsdp2": f"{_WORLD} gloo ranks save the FSDP2 state of a model and its AdamW to disk",
+    "training": "real GPT steps, the state of the GPT itself saved; both steps after the call count",
+    "share": "share of wall time that goes to GPT steps, with a save every so many",
 }
 _NOTES = [
     "foreground: until the call has returned; ours (overlapped) copies during the next pass",
@@ -72,6 +71,8 @@ def contenders() -> dict[str, Callable[[], AbstractContextManager[Save]]]:
 @click.option("--peer", type=click.Choice(["nvrx"]), help="Also NVIDIA's package, in its own environment.")
 @click.option("--mib", type=click.IntRange(16), help="Size of the state.  [default: 1024]")
 @click.option("--runs", type=click.IntRange(1), help="Saves after the first one.  [default: 5]")
+@click.option("--only", type=click.Choice(list(_TITLES)), multiple=True, help="Cases.  [default: all]")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Write the shares there, as SVG.")
 @click.option(
     "--dir",
     "disk",
@@ -79,32 +80,61 @@ def contenders() -> dict[str, Callable[[], AbstractContextManager[Save]]]:
     default=".",
     help="On the disk that is measured.  [default: the working directory]",
 )
-def main(quick: bool, as_json: bool, peer: str | None, mib: int | None, runs: int | None, disk: Path) -> None:
+def main(
+    quick: bool,
+    as_json: bool,
+    peer: str | None,
+    mib: int | None,
+    runs: int | None,
+    only: tuple[str, ...],
+    plot_file: Path | None,
+    disk: Path,
+) -> None:
     """Measure one contender after another, each from its first save on."""
     ending.as_ctrl_c()
     date, machine = document.now(), document.describe_machine(f"torch {torch.__version__}")
     mib, runs = mib or (128 if quick else 1024), runs or (2 if quick else 5)
-    state = make_state(mib)
+    cases = only or tuple(_TITLES)
+    state = make_state(mib if {"disk", "shm", "load"} & set(cases) else 16)
     rows = []
     with _one_rank(), _folders(disk) as folders:
         for case, folder in folders.items():
-            for who, contender in contenders().items():
-                if quick and who == "dcp.async, process":
-                    continue
-                _say(f"{case}: {who} …")
-                with contender() as save:
-                    rows += _rows(case, who, *timed(save, state, folder / "run", runs))
-            if peer:
-                rows += _peer_rows(case, folder / "run", len(state), runs)
-        _say("load …")
-        rows += _load_rows(state, folders["disk"], runs)
-        _say("training …")
-        rows += _training_rows(folders["disk"], 2 if quick else 6)
+            if case in cases:
+                rows += _save_rows(case, folder / "run", state, runs, quick=quick, with_peer=peer is not None)
+        if "load" in cases:
+            _say("load …")
+            rows += _load_rows(state, folders["disk"], runs)
+        if "fsdp2" in cases:
+            _say("fsdp2 …")
+            rows += _fsdp2_rows(folders["disk"], runs=runs, width=512 if quick else 2048)
+        if "training" in cases:
+            rows += _training_rows(folders["disk"], 1 if quick else 6)
+        if "share" in cases:
+            rows += _share_rows(
+                folders["disk"], intervals=(2,) if quick else _INTERVALS, steps=2 if quick else 32
+            )
+    if plot_file is not None:
+        plot_file.write_text(_plot(rows))
     result = Document("checkpoint", machine, date, tuple(rows))
     if as_json:
         click.echo(result.to_json())
     else:
         Console(width=None if sys.stdout.isatty() else 250).print(document.render(result, _TITLES, _NOTES))
+
+
+def _save_rows(
+    case: str, folder: Path, state: State, runs: int, *, quick: bool, with_peer: bool
+) -> list[Row]:
+    rows = []
+    for who, contender in contenders().items():
+        if quick and who == "dcp.async, process":
+            continue
+        _say(f"{case}: {who} …")
+        with contender() as save:
+            rows += _rows(case, who, *timed(save, state, folder, runs))
+    if with_peer:
+        rows += _peer_rows(case, folder, len(state), runs)
+    return rows
 
 
 @contextlib.contextmanager
@@ -187,45 +217,71 @@ def _load_rows(state: State, folder: Path, runs: int) -> list[Row]:
 
 
 def _training_rows(folder: Path, runs: int) -> list[Row]:
-    """The step after a save beside one without: each pair right after another, since machines change."""
     torch.set_num_threads(1)  # the other cores are for the copy and the worker, as in a job
-    model = GPT(block=64, layers=6, heads=8, width=512)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 256, (8, 64))
-
-    def step() -> float:
-        began = time.perf_counter()
-        optimizer.zero_grad()
-        model(tokens, tokens).backward()
-        optimizer.step()
-        return time.perf_counter() - began
-
-    step()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    size = sum(t.nbytes for t in model.state_dict().values()) * 3
-    rows = []
-    for who, mode in {OURS: SnapshotMode.OVERLAPPED, "ours, strict": SnapshotMode.STRICT}.items():
-        checkpoint = TorchAsyncCheckpoint(snapshot_mode=mode)
-        added, plain = [], []
-        for run in range(runs + 1):
-            without = step()
-            began = time.perf_counter()
-            checkpoint.async_save(state, folder / "training.pt")
-            step()
-            with_save = time.perf_counter() - began
-            checkpoint.finalize_async_save(blocking=True)
-            if run:  # the first allocates
-                added.append((with_save - without) * 1000 * 2**30 / size)
-                plain.append(without * 1000)
-        checkpoint.close()
+    loop = gpt_loop.Loop()
+    gibibytes = loop.size() / 2**30
+    rows = [Row("training", OURS, "state", "MiB", loop.size() / 2**20, loop.size() / 2**20, 1)]
+    for who, contender in {
+        OURS: lambda: gpt_loop.asynchronous(loop),
+        "ours, strict": lambda: gpt_loop.asynchronous(loop, snapshot_mode=SnapshotMode.STRICT),
+        "floor: memcpy": lambda: gpt_loop.memcpy_in_a_thread(loop),
+        "torch.save": lambda: gpt_loop.torch_save(loop),
+    }.items():
+        _say(f"training: {who} …")
+        with contender() as save:
+            more, plain = gpt_loop.added(loop, save, folder, runs)
+        per_gib = [each * 1000 / gibibytes for each in more]
         rows += [
-            document.summarize("training", who, "added_to_the_loop_per_GiB", "ms", added),
-            document.summarize("training", who, "step_without_save", "ms", plain),
+            document.summarize("training", who, "added_to_the_loop_per_GiB", "ms", per_gib),
+            document.summarize("training", who, "step_without_save", "ms", [each * 1000 for each in plain]),
         ]
-    state_mib = size / 2**20
-    rows.append(Row("training", OURS, "state", "MiB", state_mib, state_mib, 1))
-    _say(f"median step {statistics.median(plain):.0f} ms, state {state_mib:.0f} MiB")
     return rows
+
+
+def _share_rows(folder: Path, *, intervals: Sequence[int], steps: int) -> list[Row]:
+    torch.set_num_threads(1)
+    loop = gpt_loop.Loop()
+    rows = []
+    for every in intervals:
+        for who, contender in {
+            OURS: gpt_loop.asynchronous,
+            "ours, synchronous": gpt_loop.synchronous,
+            "torch.save": gpt_loop.torch_save,
+        }.items():
+            _say(f"share: {who}, every {every} steps …")
+            with contender(loop) as save:
+                share = gpt_loop.share_of_training(loop, save, folder, every=every, steps=max(steps, every))
+            rows.append(document.summarize("share", who, f"every_{every}_steps", "%", [share * 100]))
+    return rows
+
+
+def _plot(rows: Sequence[Row]) -> str:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.case == "share":
+            series.setdefault(row.who, []).append((float(row.metric.split("_")[1]), row.p50 / 100))
+    return plot.shares("Share of wall time spent training", "steps between saves", series)
+
+
+def _fsdp2_rows(folder: Path, *, runs: int, width: int) -> list[Row]:
+    script = Path(__file__).parent / "bench" / "checkpoint" / "fsdp_ranks.py"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    argv = [[sys.executable, script, rank, _WORLD, runs, width, folder] for rank in range(_WORLD)]
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(ending.program(list(map(str, each)), stdout=subprocess.PIPE, env=environ))
+            for each in argv
+        ]
+        output, _ = ranks[0].communicate(timeout=_PATIENCE_S)
+        codes = [rank.wait(_PATIENCE_S) for rank in ranks]
+    if any(codes):
+        raise click.ClickException(f"ranks with FSDP2 ended with exit codes {codes}")
+    rows = []
+    for who, each in json.loads(output).items():
+        first, *later = (Times(*times) for times in each)
+        rows += _rows("fsdp2", who, first, later)
+    size = 3 * 8 * width * width * 4 / 2**20
+    return [*rows, Row("fsdp2", OURS, "state", "MiB", size, size, 1)]
 
 
 def _say(line: str) -> None:

@@ -18,13 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import _wrap_exception
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    SerializationFormat,
-    _StorageInfo,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -35,6 +29,12 @@ from nvrx_slurm.checkpointing.storage.durable import make_directory
 from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.layout import FileImage, lay_out
 from nvrx_slurm.checkpointing.storage.objects import is_url
+from nvrx_slurm.checkpointing.storage.torch_internals import require
+
+_wrap_exception = require("torch.distributed.checkpoint.api", "_wrap_exception")
+CURRENT_DCP_VERSION, _StorageInfo, _StoragePrefix = require(
+    "torch.distributed.checkpoint.filesystem", "CURRENT_DCP_VERSION", "_StorageInfo", "_StoragePrefix"
+)
 
 _SUFFIX = ".distcp"
 _results_queue = None  # looked for by users of NVIDIA's package; results need no queue here

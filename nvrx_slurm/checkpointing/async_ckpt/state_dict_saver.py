@@ -18,10 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception
-from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+from nvrx_slurm.checkpointing.storage.torch_internals import require
+
+_is_wrapped_exception = require("torch.distributed.checkpoint.api", "_is_wrapped_exception")
+_DistWrapper = require("torch.distributed.checkpoint.utils", "_DistWrapper")
 
 
 @dataclasses.dataclass

@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.serialization import location_tag, normalize_storage_type
 
 from nvrx_slurm.checkpointing.storage.checksums import RECORD, Region, table_size
+from nvrx_slurm.checkpointing.storage.torch_internals import require
+
+location_tag, normalize_storage_type = require(
+    "torch.serialization", "location_tag", "normalize_storage_type"
+)
+_ArchiveWriter = require("torch._C", "PyTorchFileWriter")
 
 _PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL: what weights_only=True reads
 _STORAGE_ALIGNMENT = 64  # of torch.save, by default
@@ -72,7 +77,7 @@ def lay_out(obj: object, *, with_table: bool = True) -> FileImage:
     pickler = _Pickler(content, protocol=_PROTOCOL)
     pickler.dump(obj)
     pieces = _Pieces()
-    archive = torch._C.PyTorchFileWriter(pieces, False, _STORAGE_ALIGNMENT)
+    archive = _ArchiveWriter(pieces, False, _STORAGE_ALIGNMENT)
     _record(archive, "data.pkl", content.getvalue())
     _record(archive, ".format_version", b"1")
     _record(archive, ".storage_alignment", str(_STORAGE_ALIGNMENT).encode())
