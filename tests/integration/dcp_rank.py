@@ -121,6 +121,24 @@ class Scenes:
         after = [shard.tensor for each in state.values() for shard in each.local_shards()]
         return {"loaded": all(map(torch.equal, before, after)) and any(t.any() for t in after)}
 
+    def fsdp1_local(self) -> dict[str, Any]:
+        """LOCAL_STATE_DICT: each rank's part of the flat parameter."""
+        model = FullyShardedDataParallel(nn.Linear(64, 65), device_id=torch.device("cpu"))
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            state = model.state_dict()
+            before = [
+                shard.tensor.detach().clone() for each in state.values() for shard in each.local_shards()
+            ]
+            self.save(state, self.folder / "fsdp1_local")
+            with torch.no_grad():
+                for each in state.values():
+                    for shard in each.local_shards():
+                        shard.tensor.zero_()
+            dcp.load(state, checkpoint_id=self.folder / "fsdp1_local")
+            model.load_state_dict(state)
+        after = [shard.tensor for each in state.values() for shard in each.local_shards()]
+        return {"loaded": all(map(torch.equal, before, after)) and any(t.any() for t in after)}
+
     def several_files(self) -> dict[str, Any]:
         state = {f"{kind}.{i}": torch.full((50 + i,), float(i)) for kind in "ab" for i in range(9)}
         state |= {"view": torch.arange(100.0)[10:20], "transposed": torch.arange(6.0).view(2, 3).t(), "n": 5}

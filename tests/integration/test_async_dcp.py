@@ -18,6 +18,7 @@ WORLD = 2
 SCENES = (
     "sharded_model_and_optimizer",
     "fsdp1",
+    "fsdp1_local",
     "several_files",
     "ranks_finish_at_different_calls",
     "one_rank_fails",
@@ -63,8 +64,9 @@ def test_fsdp2_model_and_optimizer_are_saved_while_they_train_and_torch_loads_th
         assert set(each.values()) == {True}, each
 
 
-def test_fsdp1_sharded_state_is_saved_and_torch_loads_it(folder: Path) -> None:
-    assert saw(folder, "fsdp1") == [{"loaded": True}] * 2
+@pytest.mark.parametrize("scene", ["fsdp1", "fsdp1_local"])
+def test_fsdp1_state_is_saved_and_torch_loads_it(folder: Path, scene: str) -> None:
+    assert saw(folder, scene) == [{"loaded": True}] * 2
 
 
 def test_each_thread_and_each_group_of_tensors_has_its_files_and_every_bit_is_checksummed(

@@ -56,6 +56,10 @@ def checkpoint(queue: AsyncCallsQueue) -> TorchAsyncCheckpoint:
     return checkpoint
 
 
+class Special(torch.Tensor):
+    pass
+
+
 def write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
@@ -171,6 +175,15 @@ class TestSnapshot:
         assert torch.equal(loaded.pop("large"), large)
         assert same(saved, loaded)
         assert storage.verify_file(tmp_path / "a.pt") is storage.Verification.INTACT
+
+    def test_a_subclass_of_tensor_is_saved_as_itself(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        checkpoint.async_save({"a": torch.arange(4.0).as_subclass(Special)}, tmp_path / "a.pt")
+        checkpoint.finalize_async_save(blocking=True)
+        loaded = storage.load(tmp_path / "a.pt", weights_only=False)["a"]
+        assert type(loaded) is Special
+        assert loaded.sum() == 6
 
     def test_memory_is_allocated_once_and_the_users_tensors_are_left_alone(self, tmp_path: Path) -> None:
         tensors = [torch.zeros(SIZE) for _ in range(64)]

@@ -9,8 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,13 @@ class TestOneFile:
             storage.save([tensor, tensor.view(torch.int32)], tmp_path / "a.pt")
 
 
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """Where fsync(2) takes no time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 class TestReplacing:
     def test_a_full_disk_leaves_the_old_file_and_nothing_else(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,24 +217,24 @@ class TestReplacing:
         assert len(storage.remove_leftovers(tmp_path)) == 1
         assert list(tmp_path.iterdir()) == []
 
-    def test_who_cleans_up_at_any_moment_takes_no_file_from_its_writer(self, tmp_path: Path) -> None:
+    def test_who_cleans_up_at_any_moment_takes_no_file_from_its_writer(self, in_memory: Path) -> None:
         done = threading.Event()
 
         def clean() -> None:
             while not done.is_set():
-                remove_leftovers(tmp_path)
+                remove_leftovers(in_memory)
 
         cleaners = [threading.Thread(target=clean) for _ in range(2)]
         for cleaner in cleaners:
             cleaner.start()
         try:
             for number in range(50):
-                storage.write_bytes(tmp_path / "a", str(number).encode())
+                storage.write_bytes(in_memory / "a", str(number).encode())
         finally:
             done.set()
             for cleaner in cleaners:
                 cleaner.join(20)
-        assert (tmp_path / "a").read_bytes() == b"49"
+        assert (in_memory / "a").read_bytes() == b"49"
 
     def test_a_missing_directory_is_an_error_that_names_it(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="missing"):

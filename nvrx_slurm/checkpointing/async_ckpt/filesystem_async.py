@@ -192,13 +192,29 @@ def _add(bundle: Bundle, item: Any, data: Any, name: str) -> WriteResult:
     if isinstance(data, io.BytesIO):
         place = bundle.add_bytes(data.getvalue())
     else:
+        _refuse_what_can_not_be_loaded(item.index.fqn, data)
         place = bundle.add_image(_image_of(data.detach()))
     info = _StorageInfo(name, place.offset, place.length)
     return WriteResult(index=item.index, size_in_bytes=place.length, storage_data=info)
 
 
+def _refuse_what_can_not_be_loaded(name: str, tensor: Any) -> None:
+    """Else ``torch.distributed.checkpoint.load`` would fail, or find something else, when it is too late."""
+    if tensor.device.type == "meta":
+        raise TypeError(f"{name}: a tensor on the meta device has no content that could be saved")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantised" if tensor.is_quantized else "sparse"
+        raise TypeError(f"{name}: torch.distributed.checkpoint can't load {kind} tensors")
+    known = (torch.Tensor, torch.nn.Parameter, *torch.serialization.get_safe_globals())
+    if type(tensor) not in known:
+        raise TypeError(
+            f"{name}: torch.distributed.checkpoint loads no {type(tensor).__name__}, unless it is one of "
+            "torch.serialization.add_safe_globals"
+        )
+
+
 def _image_of(tensor: Any) -> FileImage:
-    if type(tensor) is not torch.Tensor or tensor.is_quantized or tensor.layout != torch.strided:
+    if type(tensor) is not torch.Tensor:
         return lay_out(tensor, with_table=False)
     size = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() != size or not tensor.is_contiguous():
