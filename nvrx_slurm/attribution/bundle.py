@@ -15,6 +15,7 @@ from rich.console import Console
 
 from nvrx_slurm.attribution import redact
 from nvrx_slurm.attribution.logs.finding import Finding
+from nvrx_slurm.attribution.logs.reading import open_log
 from nvrx_slurm.attribution.render import render
 from nvrx_slurm.attribution.verdict import Attribution
 from nvrx_slurm.whole_file import replacing
@@ -51,6 +52,8 @@ def write_bundle(result: Attribution, path: Path) -> Written:
     name = path.name
     if not name.endswith((_ZSTD, _GZIP)):
         raise BundleError(f"--bundle {path}: a name that ends in {_ZSTD} or {_GZIP} is expected")
+    if not path.parent.is_dir():
+        raise BundleError(f"--bundle {path}: there is no directory {path.parent}")
     note = ""
     if name.endswith(_ZSTD) and not _have_zstandard():
         path = path.with_name(name.removesuffix(_ZSTD) + _GZIP)
@@ -109,7 +112,8 @@ def _excerpts(path: Path, findings: list[Finding]) -> str:
     wanted = sorted((max(1, f.line - _AROUND), f.line + _AROUND) for f in findings)
     kept: list[str] = []
     tail: list[str] = []
-    with path.open("rb") as file:
+    follow_link = not any(finding.source.is_run_dirs for finding in findings)
+    with open_log(path, follow_link=follow_link) as file:
         for number, raw in enumerate(_lines(file), start=1):
             text = f"{number}: {raw.decode('utf-8', 'replace').rstrip()}"
             while wanted and number > wanted[0][1]:
@@ -133,7 +137,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
-    data = redact.secrets(text).encode()
-    member = tarfile.TarInfo(f"nvrx-attribution/{name}")
+    data = redact.secrets(text).encode(errors="replace")  # names of files need not be UTF-8
+    member = tarfile.TarInfo(f"nvrx-attribution/{name}".encode(errors="replace").decode())
     member.size, member.mode = len(data), 0o600
     archive.addfile(member, io.BytesIO(data))

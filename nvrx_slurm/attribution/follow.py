@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from nvrx_slurm.attribution.attribute import conclude
 from nvrx_slurm.attribution.evidence import CycleEvidence
 from nvrx_slurm.attribution.history import Attempt
 from nvrx_slurm.attribution.logs.finding import Source
+from nvrx_slurm.attribution.logs.reading import open_log
 from nvrx_slurm.attribution.logs.rules import RuleSet
 from nvrx_slurm.attribution.logs.scan import BLOCK, LogScanner
 from nvrx_slurm.attribution.policy import PolicyConfig
@@ -66,7 +68,10 @@ class Follower:
         return self._conclude()
 
     def _read(self, file: _File) -> None:
-        with file.source.path.open("rb") as stream:
+        with open_log(file.source.path, follow_link=not file.source.is_run_dirs) as stream:
+            if not stream.seekable():
+                path = str(file.source.path)
+                raise OSError(errno.ESPIPE, "a pipe is read without --follow", path)
             size = stream.seek(0, 2)
             if size < file.offset:
                 file.scanner, file.offset = LogScanner(file.source, self._rules), 0

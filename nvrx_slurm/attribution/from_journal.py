@@ -81,7 +81,8 @@ def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None =
     if number is None or not mine:
         known = cycles_of(records)
         there = f"cycles {known[0]} to {known[-1]}" if known else "no cycle yet"
-        raise NoSuchCycleError(f"{run_dir}: the journal has no cycle {cycle}: it has {there}")
+        wanted = "" if cycle is None else f" no cycle {cycle}: it has"
+        raise NoSuchCycleError(f"{run_dir}: the journal has{wanted} {there}")
     folder = run_dir / "cycles" / str(number)
     dumps = folder / DUMPS
     started = [record for record in mine if isinstance(record.event, CycleStarted)]
@@ -113,11 +114,11 @@ def cycle_evidence(run_dir: Path, records: Sequence[Record], cycle: int | None =
 def _logs(folder: Path) -> tuple[Source, ...]:
     merged = folder / "merged.log"
     if merged.is_file():
-        return (Source(merged, SourceKind.MERGED),)
+        return (Source(merged, SourceKind.MERGED, is_run_dirs=True),)
     ranks = sorted(
         (int(p.stem.removeprefix("rank_")), p) for p in folder.glob("rank_*.log") if p.stem[5:].isdecimal()
     )
-    return tuple(Source(path, SourceKind.RANK, rank=rank) for rank, path in ranks)
+    return tuple(Source(path, SourceKind.RANK, rank=rank, is_run_dirs=True) for rank, path in ranks)
 
 
 def _places(events: Iterable[object]) -> dict[int, Place]:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -30,30 +30,35 @@ class Action(str, enum.Enum):
     STOP = "stop"
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**6)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**9)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The numbers of the table; durations in seconds."""
 
-    bounded_retries: int = 1
+    bounded_retries: _Count = 1
     """Repeats of one cause without progress that bounded families are allowed."""
-    general_retries: int = 2
+    general_retries: _Count = 2
     """Likewise for all others."""
-    flake_retries: int = 1
+    flake_retries: _Count = 1
     """For families that never heal, where training had made steps before."""
-    no_checkpoint_attempts: int = 3
-    startup_failures: int = 3
-    startup_s: float = 120.0
+    no_checkpoint_attempts: _Count = 3
+    startup_failures: _Count = 3
+    startup_s: _Seconds = 120.0
     """An attempt that ends sooner, without any progress, has not come to train."""
-    max_restarts: int | None = None
+    max_restarts: _Count | None = None
     """Over all requeues; None: as many as the job itself allows, else 10."""
-    max_restarts_per_hour: int = 4
-    infra_restarts: int = 10
+    max_restarts_per_hour: _Count = 4
+    infra_restarts: _Count = 10
     """Restarts with exclusion: they do not use up the budget above."""
-    backoff_s: float = 30.0
-    backoff_max_s: float = 900.0
-    jitter: float = 0.2
-    on_time_limit: str = "continue"
+    backoff_s: _Seconds = 30.0
+    backoff_max_s: _Seconds = 900.0
+    jitter: _Share = 0.2
+    on_time_limit: Literal["continue", "stop"] = "continue"
     """``continue`` where a checkpoint advanced in the attempt, or ``stop``."""
-    implications: int = 2
+    implications: _Count = 2
     """Of a node, before a family that excludes on repeat does."""
 
 
@@ -107,7 +112,7 @@ def load_policy(path: Path) -> PolicyConfig:
         return msgspec.convert(yaml.safe_load(path.read_text()) or {}, PolicyConfig)
     except OSError as error:
         raise PolicyError(f"policy file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
         accepted = ", ".join(PolicyConfig.__struct_fields__)
         raise PolicyError(f"policy file {path}: {error}; accepted: {accepted}") from error
 

@@ -133,7 +133,9 @@ def log_command(
 @main.command("fr")
 @click.argument("directory", type=_PATH)
 @click.option(
-    "--world-size", type=click.IntRange(1), help="Ranks of the job, so that missing dumps are seen."
+    "--world-size",
+    type=click.IntRange(1, 1_000_000),
+    help="Ranks of the job, so that missing dumps are seen.",
 )
 @_json_option
 def fr_command(directory: Path, world_size: int | None, as_json: bool) -> None:
@@ -284,7 +286,8 @@ def rules_test(lines: tuple[str, ...], labelled: Path | None, rules_file: Path |
     else:
         for row in wrong if labelled else rows:
             instead = f"  (expected {row['expected']})" if labelled else ""
-            click.echo(f"{row['category'] or '-':<24}{instead} {row['line'][:160]}")
+            shown = "".join(c if c.isprintable() else " " for c in row["line"][:160])
+            click.echo(f"{row['category'] or '-':<24}{instead} {shown}")
         if labelled:
             click.echo(f"{len(rows) - len(wrong)} of {len(rows)} lines right")
     sys.exit(_INCONCLUSIVE if wrong else 0)
@@ -413,12 +416,15 @@ def _locate(run: str) -> Path:
         return locate(run, environ=os.environ, work_dir=work_dir)
     except NoSuchRunError as error:
         raise _Refused(str(error)) from error
+    except OSError as error:
+        raise _Refused(f"{error.filename or run}: {error.strerror or error}") from error
 
 
 def _must_be_readable(path: Path) -> None:
+    from nvrx_slurm.attribution.logs.reading import check_log
+
     try:
-        with path.open("rb"):
-            pass
+        check_log(path)
     except OSError as error:
         raise _Refused(f"{path}: {error.strerror or error}") from error
 

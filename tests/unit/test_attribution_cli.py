@@ -284,3 +284,88 @@ def test_of_slurmctlds_log_only_one_jobs_lines_and_what_they_go_with_count(
     said = json.loads(done.stdout)
     assert (said["primary"] and said["primary"]["category"]) == category
     assert said["decision"]["exclude"] == exclude
+
+
+class TestOddInput:
+    """Nothing hangs, nothing ends in a traceback, and what is refused is said in one sentence."""
+
+    def refused(self, *arguments: str | Path, says: str) -> None:
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr.startswith("nvrx-attribute: ")
+        assert done.stderr.count("\n") == 1
+        assert says in done.stderr
+
+    def test_a_pipe_that_nobody_writes_is_an_empty_log(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        assert run("log", tmp_path / "fifo").returncode == 3
+
+    def test_a_shells_pipe_is_read_to_its_end(self, log: Path) -> None:
+        with subprocess.Popen(["cat", str(log)], stdout=subprocess.PIPE) as cat:
+            assert cat.stdout is not None
+            fd = cat.stdout.fileno()
+            argv = [*PYTHON, "log", f"/dev/fd/{fd}"]
+            done = subprocess.run(
+                argv, capture_output=True, env=ENVIRON, timeout=60, check=False, pass_fds=[fd]
+            )
+        assert (done.returncode, b"raised an exception" in done.stdout) == (0, True)
+
+    def test_what_is_neither_a_file_nor_a_pipe_is_refused(self, log: Path, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        self.refused("log", "/dev/zero", says="neither a file nor a pipe")
+        self.refused("log", tmp_path, says="Is a directory")
+        self.refused("log", log, tmp_path / "fifo", "--follow", says="a pipe is read without --follow")
+        self.refused("log", says="nothing to read")
+
+    @pytest.mark.parametrize("option", ["--policy", "--rules", "--explain"])
+    def test_a_binary_configuration_is_refused(self, log: Path, tmp_path: Path, option: str) -> None:
+        (tmp_path / "binary").write_bytes(b"\x80\x00\xff" * 100)
+        self.refused("log", log, option, tmp_path / "binary", says="binary")
+
+    @pytest.mark.parametrize(
+        ("line", "says"),
+        [
+            ("bounded_retries: -1", "bounded_retries"),
+            ("on_time_limit: sometimes", "on_time_limit"),
+            ("backoff_s: .nan", "backoff_s"),
+            ("jitter: 3", "jitter"),
+            ("- 1", "object"),
+        ],
+    )
+    def test_a_policy_that_makes_no_sense_is_refused(
+        self, log: Path, tmp_path: Path, line: str, says: str
+    ) -> None:
+        (tmp_path / "policy.yaml").write_text(line)
+        self.refused("log", log, "--policy", tmp_path / "policy.yaml", says=says)
+
+    def test_a_run_directory_without_a_cycle_says_so(self, tmp_path: Path) -> None:
+        (tmp_path / "journal.jsonl").write_text("")
+        self.refused("job", tmp_path, says="the journal has no cycle yet")
+
+    def test_a_log_that_is_a_link_out_of_its_run_directory_is_not_read(
+        self, tmp_path: Path, log: Path
+    ) -> None:
+        run_dir = tmp_path / "run"
+        (run_dir / "cycles" / "0").mkdir(parents=True)
+        journal = JournalWriter(run_dir / "journal.jsonl", "7", 0)
+        journal.append(0, CycleStarted(world_size=1, nodes=["n1"], spares=[]))
+        (run_dir / "cycles/0/merged.log").symlink_to(log)
+        done = run("job", run_dir, "--json")
+        said = json.loads(done.stdout)
+        assert said["coverage"]["bytes_read"] == 0
+        assert any("merged.log" in missing for missing in said["coverage"]["missing_sources"])
+
+    def test_a_file_name_that_is_no_utf8_goes_into_a_bundle(self, tmp_path: Path) -> None:
+        path = tmp_path / os.fsdecode(b"a\xff.log")
+        path.write_text(LOG)
+        argv = [*PYTHON, "log", path, "--bundle", tmp_path / "out.tar.gz"]
+        done = subprocess.run(argv, capture_output=True, env=ENVIRON, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        with tarfile.open(tmp_path / "out.tar.gz") as archive:
+            assert len(archive.getnames()) == 3
+
+    def test_a_world_of_billions_is_refused(self, tmp_path: Path) -> None:
+        assert run("fr", tmp_path, "--world-size", "99999999999").returncode == 2
+
+    def test_a_line_does_not_drive_the_terminal(self) -> None:
+        assert "\x1b" not in run("rules", "test", "ValueError: \x1b]0;title\x07").stdout

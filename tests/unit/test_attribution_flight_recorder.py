@@ -307,6 +307,11 @@ class TestLoading:
         assert report.missing == (6,)
         assert any("_dump_6" in caveat and "MemoryError" in caveat for caveat in report.caveats)
 
+    def test_a_rank_beyond_all_reason_takes_no_memory(self) -> None:
+        far = Group("0", "default_pg", (0, 1, 99_999_999_999))
+        report = report_of({r: dump_of([entry(far, 0, 1)], (far,)) for r in range(2)})
+        assert report.world_size == 2
+
     def test_many_dumps_are_read_by_a_pool_with_the_same_result(self, tmp_path: Path) -> None:
         World(tensor_and_data_parallel(40, 4, 4), {33: 9}).write(tmp_path, "nccl_trace_rank_{}", as_json=True)
         assert named(analyze_directory(tmp_path, workers=2)) == {33: CulpritClass.HOST_LAG}

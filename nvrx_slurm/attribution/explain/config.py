@@ -53,7 +53,7 @@ def load_explain_config(path: Path) -> ExplainConfig:
         config = msgspec.convert(yaml.safe_load(path.read_text()), ExplainConfig)
     except OSError as error:
         raise ExplainConfigError(f"explain file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
         accepted = ", ".join(ExplainConfig.__struct_fields__)
         raise ExplainConfigError(f"explain file {path}: {error}; accepted: {accepted}") from error
     address = urllib.parse.urlsplit(config.endpoint)

@@ -23,7 +23,7 @@ from nvrx_slurm.attribution.flight_recorder.load import (
     parse_dump,
     read_capped,
 )
-from nvrx_slurm.attribution.flight_recorder.trace import RankTrace, reduce_dump
+from nvrx_slurm.attribution.flight_recorder.trace import MAX_RANKS, RankTrace, reduce_dump
 
 MANIFEST_SUFFIX = ".manifest.json"
 _MAX_MANIFEST_BYTES = 64 * 1024
@@ -107,7 +107,7 @@ def read_dump(path: Path) -> RankTrace:
         dump = parse_dump(read_capped(path, MAX_DUMP_BYTES + 1))
         manifest = _manifest(path)
         rank = manifest.rank if manifest else rank_of(path.name)
-        if rank is None or rank < 0:
+        if rank is None or not 0 <= rank < MAX_RANKS:
             raise DumpError("neither its name nor a manifest tells the rank")
         trace = reduce_dump(rank, dump)
     except OSError as error:

@@ -16,7 +16,7 @@ from nvrx_slurm.attribution.flight_recorder.load import DumpError
 MAX_PENDING = 64
 """Operations kept per rank, the oldest: what blocks a rank is among them."""
 _MAX_DURATIONS = 32
-_MAX_MEMBERS = 1_000_000
+MAX_RANKS = 1_000_000
 _MAX_NUMBER = 2**53
 _GLOO = "gloo:"
 
@@ -135,7 +135,7 @@ def reduce_dump(rank: int, dump: dict[str, Any]) -> RankTrace:
 @functools.lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Return the members that ``[0, 1, 5]`` names, in the group's order; nothing if it is no such list."""
-    if len(text) > 16 * _MAX_MEMBERS:
+    if len(text) > 16 * MAX_RANKS:
         return ()
     try:
         ranks = ast.literal_eval(text) if text else []
@@ -143,7 +143,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         return ()
     if not isinstance(ranks, list | tuple):
         return ()
-    return tuple(rank for rank in ranks if isinstance(rank, int))
+    return tuple(rank for rank in ranks if isinstance(rank, int) and 0 <= rank < MAX_RANKS)
 
 
 _NOT_KNOWN: tuple[GroupKey, GroupState | None] = (GroupKey("", "", ""), None)

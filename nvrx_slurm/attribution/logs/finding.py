@@ -36,6 +36,8 @@ class Source:
     kind: SourceKind = SourceKind.OUTPUT
     rank: int | None = None
     node: str | None = None
+    is_run_dirs: bool = False
+    """It is in a run directory, whose owner may have put a link there to what only the reader may read."""
     job: str = ""
     """The job whose lines count in what Slurm wrote of many; empty: all of them."""
 

@@ -11,12 +11,12 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from nvrx_slurm.attribution.logs import progress
 from nvrx_slurm.attribution.logs.finding import MAX_EXCERPT, MAX_RANKS, Finding, Source, SourceKind
 from nvrx_slurm.attribution.logs.flood import DIGITS_DECIDE, Flood, Signatures, flood_of
 from nvrx_slurm.attribution.logs.prefix import Claim, Prefix, claims, parse_prefix, rank_at_once
+from nvrx_slurm.attribution.logs.reading import open_log
 from nvrx_slurm.attribution.logs.rules import Family, Role, Rule, RuleSet, clip
 from nvrx_slurm.attribution.logs.shape import shape
 from nvrx_slurm.attribution.logs.traceback import HEADER, Part, Raised, Tracebacks
@@ -412,13 +412,13 @@ def scan_file(source: Source, rules: RuleSet) -> Scan:
         OSError: it cannot be read.
     """
     scanner = LogScanner(source, rules)
-    for block in _blocks(source.path):
+    for block in _blocks(source):
         scanner.feed(block)
     return scanner.finish()
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+def _blocks(source: Source) -> Iterator[bytes]:
+    with open_log(source.path, follow_link=not source.is_run_dirs) as file:
         while block := file.read(BLOCK):
             yield block
 
