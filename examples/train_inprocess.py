@@ -31,11 +31,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_options(argv, add_options)
     if options.ckpt != "shared":
         sys.exit(f"--ckpt {options.ckpt}: train_gpt.py has that; this example saves with --ckpt shared")
-    soft = timedelta(seconds=options.soft_timeout)
     wrapper = Wrapper(
         initialize=RetryController(max_iterations=MOST_CALLS),
-        soft_timeout=soft,
-        hard_timeout=soft * 1.5,
+        soft_timeout=timedelta(seconds=options.soft_timeout),
     )
     wrapper(train)(options)
 
@@ -53,7 +51,7 @@ def train(options: argparse.Namespace, call: CallWrapper) -> None:
     try:
         while training.step < options.steps and not stop:
             call.ping()
-            for fault in options.fault[call.iteration : call.iteration + 1]:
+            for fault in options.fault:
                 fault.strike(training.step, ranks.rank)
             loss, _ = training.run_step(pace, want_stop=False)
             stop = pace.end_step()
@@ -70,13 +68,14 @@ def train(options: argparse.Namespace, call: CallWrapper) -> None:
     dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fault:
-    """One rank fails before one step; the n-th fault in the n-th call."""
+    """One rank fails before one step; once, though the step is done again."""
 
     step: int
     rank: int
     kind: str
+    is_over: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
@@ -86,8 +85,10 @@ class Fault:
         return cls(int(step), int(rank), kind)
 
     def strike(self, step: int, rank: int) -> None:
-        if (step, rank) != (self.step, self.rank):
+        if self.is_over or (step, rank) != (self.step, self.rank):
             return
+        self.is_over = True
+        print(f"on purpose, before step {step}: {self.kind}", flush=True)
         if self.kind == "exception":
             raise RuntimeError(f"a fault on purpose before step {step}")
         while True:
@@ -101,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Fault.parse,
         default=[],
         metavar="STEP:RANK:KIND",
-        help=f"fail on purpose, by {' or '.join(KINDS)}; may be repeated, in order of steps",
+        help=f"fail on purpose, by {' or '.join(KINDS)}; may be repeated",
     )
     parser.add_argument(
         "--soft-timeout", type=float, default=60.0, help="seconds without a step that count as a hang"
