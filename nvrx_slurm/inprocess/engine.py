@@ -23,7 +23,7 @@ from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
 from nvrx_slurm.inprocess.call_wrapper import CallWrapper, release_all
 from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError, RankShouldRestart
 from nvrx_slurm.inprocess.gloo_sockets import answer_gloo_listeners, shut_gloo_connections
-from nvrx_slurm.inprocess.job_report import report_restart
+from nvrx_slurm.inprocess.job_report import leave_to_job, report_restart
 from nvrx_slurm.inprocess.link import Link, describe
 from nvrx_slurm.inprocess.monitor_thread import (
     Interrupted,
@@ -230,6 +230,8 @@ class Engine:
             _check_health(wrapper.restart_health_check, frozen)
         health_check_s = watch.lap()
         release = self._barrier()
+        records = tuple(InterruptionRecord(r.rank, Interruption[r.kind]) for r in release.records)
+        leave_to_job(records)
         barrier_s = watch.lap()
         self._phase(Phase.RECOVERY)
         iteration = state.iteration
@@ -237,7 +239,6 @@ class Engine:
         state = self._state
         self._collect_garbage()
         assignment_s = watch.lap()
-        records = tuple(InterruptionRecord(r.rank, Interruption[r.kind]) for r in release.records)
         self._call.last_restart = RestartTimings(
             iteration, records, release.terminated, interrupt_s, finalize_s, health_check_s, barrier_s,
             assignment_s, watch.total,

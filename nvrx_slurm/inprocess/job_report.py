@@ -5,14 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+from collections.abc import Sequence
 
 from nvrx_slurm.fault_tolerance.channel import connect, one_line
-from nvrx_slurm.inprocess.attribution import format_interruption_records
+from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
 from nvrx_slurm.inprocess.state import State
 from nvrx_slurm.inprocess.timings import RestartTimings
 from nvrx_slurm.wire import rank_channel
 
 _log = logging.getLogger("nvrx_slurm.inprocess")
+
+
+_DEATHS = (Interruption.TERMINATED, Interruption.HARD_TIMEOUT, Interruption.UNRESPONSIVE)
+_STOP_S = 10.0
+"""An agent that restarts the job has stopped its ranks by then, or doesn't want to."""
+
+
+def leave_to_job(records: Sequence[InterruptionRecord]) -> None:
+    """Wait to be stopped when a rank has died whose agent restarts the whole job for that.
+
+    Under nvrx-srun and nvrx-launch that decision is the Coordinator's alone: the survivors must not begin
+    without the dead one, only to be stopped a moment later. Returns if nobody stops this process.
+    """
+    if rank_channel.SOCKET_VARIABLE in os.environ and any(r.interruption in _DEATHS for r in records):
+        _log.warning("a rank has died: its restart is left to the job")
+        threading.Event().wait(_STOP_S)
 
 
 def report_restart(state: State, timings: RestartTimings) -> None:

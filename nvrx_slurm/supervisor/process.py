@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -227,6 +228,9 @@ class Supervisor:
     # --- the hub -----------------------------------------------------------------------------------------
 
     def _host(self, host: msg.Host) -> None:
+        # Each member has a connection, and one more for the store while it uses that.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         try:
             self._hub = HubServer(self._selector, host, self._settings.heartbeat_timeout_s)
         except OSError as error:
