@@ -68,7 +68,7 @@ class KernelTimes:
         profiler.before = self._give_cupti
         self._is_ours = True
         self._has_said = False
-        self._lost = 0
+        self._lost = activity.counts()["dropped"]
         self._coarse_said = False
         self._by_section: dict[str, dict[str, Summary]] = {}
         # What is left of a detector before this one.

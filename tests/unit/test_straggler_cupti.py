@@ -50,6 +50,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCupti]:
         pytest.skip("this process has the real libcupti open")
     monkeypatch.setenv("CUDA_HOME", str(sim.path.parent.parent))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # On a busy machine the thread that reads records may take its time.
+    monkeypatch.setattr("nvrx_slurm.straggler.kernels._PATIENCE_MS", 60_000)
     yield sim
     Detector.shutdown()
     for call in (
@@ -347,15 +349,18 @@ def test_records_of_other_kinds_and_lost_ones_are_counted(
     for _ in range(200):
         simulated.launch("k", 1_000, kernels=2000, call=GRAPH_LAUNCH)
     times.end("step", section)
-    found = times.summaries()
-    while times.record_counts()["buffers"] and times.summaries():
-        pass
-    counts = times.record_counts()
-    assert counts["unknown"] == before["unknown"] + 1
-    dropped = counts["dropped"] - before["dropped"]
-    assert counts["kernels"] - before["kernels"] == 400_000 - dropped
-    assert (dropped > 0) == ("CUPTI dropped" in caplog.text)
-    assert found["k"][Statistic.NUM] > 0
+
+    def more(name: str) -> int:
+        return times.record_counts()[name] - before[name]
+
+    taken = times.summaries()["k"][Statistic.NUM]
+    # A kernel whose launch was among the dropped records is given up a period later.
+    taken += times.summaries().get("k", {Statistic.NUM: 0.0})[Statistic.NUM]
+    assert taken == more("kernels")
+    read = sum(more(kind) for kind in ("kernels", "correlations", "launches", "unknown"))
+    assert read + more("dropped") == 200 * (2000 + 2) + 1
+    assert more("unknown") == 1
+    assert (more("dropped") > 0) == ("CUPTI dropped" in caplog.text)
 
 
 # --- where it is -----------------------------------------------------------------------------------------
