@@ -57,9 +57,12 @@ def init_checkpoint_metadata_cache(metadata: Any = None) -> None:
     _cache = CheckpointMetadataCache(cached_global_metadata=metadata)
 
 
-def get_metadata_caching_status() -> bool:
-    """Return whether the last save with ``enable_cache`` needed no new global plan."""
-    return _cache is not None and _cache.validated_cache_reuse
+def get_metadata_caching_status() -> tuple[bool, bool]:
+    """Return whether the last save with ``enable_cache`` needed no new global plan, and False.
+
+    The second says in NVIDIA's package whether metadata of a loaded checkpoint was used; not done here.
+    """
+    return _cache is not None and _cache.validated_cache_reuse, False
 
 
 def save_state_dict_async_plan(
