@@ -19,6 +19,7 @@ from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalChec
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, SameMachineReplicationException
 from nvrx_slurm.checkpointing.local.ids import CkptID
 from nvrx_slurm.checkpointing.local.part import Part, read_part, stage, state_of
+from nvrx_slurm.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 from nvrx_slurm.checkpointing.local.space import Room, available_memory, file_system_type, shortage
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, replacing
 
@@ -281,3 +282,36 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None
     (tmp_path / "0").chmod(0o777)
     with pytest.raises(CheckpointingException, match="no directory of uid"):
         LocalCheckpointManager(tmp_path).find_latest()
+
+
+class Unreachable(CliqueReplicationStrategy):
+    """Its ranks can't exchange copies while ``is_down``."""
+
+    is_down = False
+
+    def __init__(self) -> None:
+        pass
+
+    def members(self) -> list[int]:
+        return [0]
+
+    def replicate_part(self, part: Part, pool: BufferPool) -> list[Part]:
+        if self.is_down:
+            raise OSError("nobody there")
+        return [part]
+
+
+def test_the_last_iteration_with_all_copies_stays_until_there_is_another(tmp_path: Path) -> None:
+    strategy = Unreachable()
+    manager = LocalCheckpointManager(tmp_path, repl_strategy=strategy)
+
+    def save(iteration: int) -> list[int]:
+        manager.save(BasicTensorAwareStateDict({"a": torch.ones(3)}), iteration)
+        return sorted(int(path.name.split("_")[1]) for path in (tmp_path / "0").iterdir())
+
+    assert save(1) == [1]
+    strategy.is_down = True
+    assert save(2) == [1, 2]
+    assert save(3) == [1, 3]
+    strategy.is_down = False
+    assert save(4) == [4]

@@ -76,10 +76,10 @@ class Ranks:
         return iterations.pop()
 
     def two_commits(self, rank: int) -> None:
-        """Wait until ``rank`` has finalized two saves more."""
-        commits = 0
-        for word, _, who in self._said():
-            commits += (word, who) == ("committed", rank)
+        """Wait until ``rank`` has finalized two saves that have not begun yet, as far as it has said."""
+        commits, begun = 0, self.began
+        for word, number, who in self._said():
+            commits += (word, who) == ("committed", rank) and number > begun + 1
             if commits == 2:
                 return
 

@@ -91,6 +91,8 @@ class BaseCheckpointManager(ABC):
         self.layer = layer
         self._keep = keep
         self._timeout = timeout
+        self._sound = -1
+        """The last iteration of which all copies were made: it stays until there is another such."""
         self._pool = BufferPool()
         self._exchanges = InOrder("nvrx-ckpt-copies")
         self._holdings: Holdings = {}
@@ -127,8 +129,8 @@ class BaseCheckpointManager(ABC):
         """Return how much can be kept."""
 
     @abstractmethod
-    def _cleanup(self, iteration: int) -> None:
-        """Remove what is older than ``iteration``."""
+    def _cleanup(self, iteration: int, but: int = -1) -> None:
+        """Remove what is older than ``iteration``, except iteration ``but``."""
 
     @abstractmethod
     def _cleanup_failed_save(self, iteration: int) -> None:
@@ -391,7 +393,9 @@ class BaseCheckpointManager(ABC):
         if self.layer and self.rank == 0:
             job_journal().report_checkpoint_saved(iteration, self.layer)
         kept = sorted({save.iteration for save in own if save.iteration <= iteration})[-self._keep :]
-        later(partial(self._cleanup, kept[0]))
+        if not errors:
+            self._sound = iteration
+        later(partial(self._cleanup, kept[0], self._sound))
 
 
 def _now(work: Callable[[], None]) -> None:

@@ -145,10 +145,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _room(self) -> Room:
         return look_at(self.local_ckpt_dir, self._pool.spare)
 
-    def _cleanup(self, iteration: int) -> None:
+    def _cleanup(self, iteration: int, but: int = -1) -> None:
         for path in self._files():
             parsed = parse_part_name(path.name)
-            if parsed and parsed[0] < iteration:
+            if parsed and parsed[0] < iteration and parsed[0] != but:
                 _remove(path)
 
     def _cleanup_failed_save(self, iteration: int) -> None:
