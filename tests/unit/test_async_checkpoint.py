@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ import torch
 from test_checkpoint_storage import same, state
 
 from nvrx_slurm.checkpointing import storage
-from nvrx_slurm.checkpointing.async_ckpt import worker_process
+from nvrx_slurm.checkpointing.async_ckpt import worker, worker_process
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool, OutOfMemoryError
 from nvrx_slurm.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
@@ -34,6 +36,8 @@ from nvrx_slurm.checkpointing.async_ckpt.core import (
 )
 from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from nvrx_slurm.checkpointing.async_ckpt.worker import patiently
+from nvrx_slurm.checkpointing.storage.filling import Filling
+from nvrx_slurm.checkpointing.storage.image import ImageSpec
 from nvrx_slurm.checkpointing.storage.pace import Pace
 from nvrx_slurm.linux import process_state
 
@@ -359,6 +363,19 @@ class TestFaults:
         assert self.saves_again(checkpoint, tmp_path / "b")
         checkpoint.close()
 
+    def test_a_worker_for_one_save_tells_as_well_what_went_wrong(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
+    ) -> None:
+        single = TorchAsyncCheckpoint(persistent_queue=False)
+        single.async_save({}, tmp_path / "missing" / "a")
+        single._queue.schedule_async_request(AsyncRequest(die, (tmp_path,), []))
+        for message in ("No such file or directory", "killed by SIGKILL"):
+            with pytest.raises(AsyncSaveError, match=message):
+                single.finalize_async_save(blocking=True)
+        assert self.saves_again(single, tmp_path / "b")
+        assert self.saves_again(checkpoint, tmp_path / "c")  # another one of the same process
+        single.close()
+
     def test_a_missing_directory(self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint) -> None:
         checkpoint.async_save({}, tmp_path / "missing" / "a")
         with pytest.raises(AsyncSaveError, match="No such file or directory"):
@@ -480,6 +497,17 @@ class TestWriting:
         with pytest.raises(OSError, match=os.strerror(number)):
             patiently(write, lambda _seconds: None)
         assert len(tried) == tries
+
+    def test_the_files_of_one_save_are_written_at_the_same_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        together = threading.Barrier(2)
+        monkeypatch.setattr(worker, "write_image", lambda *_arguments, **_how: together.wait(20))
+        specs = tuple(ImageSpec(str(tmp_path / name), 0, 1, (), None) for name in "ab")
+        ours, theirs = socket.socketpair()
+        with ours, theirs, mmap.mmap(-1, 4096) as memory:
+            worker._Worker(ours, os.getpid(), None)._write(specs, memory, Filling.complete())
+        assert not together.broken
 
     def test_writers_of_all_threads_together_keep_to_the_limit(self) -> None:
         now, waits = 0.0, []
