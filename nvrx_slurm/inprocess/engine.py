@@ -124,7 +124,12 @@ class Engine:
         self._assign(frozenset())
         self._user_code = UserCode()
         self._monitor = MonitorThread(
-            self._link, self._user_code, self._call.lock, self._abort, self._unblock
+            self._link,
+            self._user_code,
+            self._call.lock,
+            self._abort,
+            self._unblock,
+            wrapper.hard_timeout.total_seconds(),
         )
         self._monitor.start()
 

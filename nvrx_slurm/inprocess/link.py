@@ -60,6 +60,8 @@ class Link:
         self._aborted = self._noticed = self._handled = -1
         self._lost = ""
         self._is_closed = False
+        self.is_unsupervised = False
+        """The supervisor has ended before the call: nobody else ends a rank that hangs."""
         self._process, self._socket = _start(settings, self.page)
         self._send_lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="nvrx-inprocess-link", daemon=True)
@@ -67,10 +69,11 @@ class Link:
 
     def close(self) -> None:
         """Let the supervisor go, and end the thread; the page stays."""
-        self.send(msg.Goodbye())
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        # Afterwards: that the supervisor then ends is no trouble.
+        self.send(msg.Goodbye())
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -233,6 +236,7 @@ class Link:
             except OSError:
                 data = b""
             if not data:
+                self.is_unsupervised = not self._is_closed
                 self._take(msg.HubLost("this rank's supervisor process has ended"))
                 return
             for message in reader.feed(data):

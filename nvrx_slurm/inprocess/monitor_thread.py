@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import signal
 import sys
 import threading
 import time
@@ -124,6 +126,7 @@ class MonitorThread(threading.Thread):
         abort: called once for each; its exceptions are logged.
         unblock: called again and again after it, until the main thread is out of the function: what that is
             blocked in may not have been there when ``abort`` ran.
+        hard_timeout_s: after which a process without supervisor ends itself, if that does not help.
     """
 
     def __init__(
@@ -133,6 +136,7 @@ class MonitorThread(threading.Thread):
         atomic: threading.RLock,
         abort: Callable[[], None],
         unblock: Callable[[], None],
+        hard_timeout_s: float,
     ) -> None:
         super().__init__(name="nvrx-inprocess-monitor", daemon=True)
         self._link = link
@@ -140,6 +144,7 @@ class MonitorThread(threading.Thread):
         self._atomic = atomic
         self._abort = abort
         self._unblock = unblock
+        self._hard_timeout_s = hard_timeout_s
 
     def run(self) -> None:
         while (trouble := self._link.next_trouble()) is not None:
@@ -160,7 +165,7 @@ class MonitorThread(threading.Thread):
     def _interrupt_until_noticed(self, iteration: int, message: str) -> None:
         """Raise again and again, ever more rarely: the function may swallow it."""
         kind = _exception(message)
-        pause = 0.0
+        pause, patience = 0.0, time.monotonic() + self._hard_timeout_s
         with _no_del_swallows(self._user_code, kind):
             while not self._link.wait_noticed(iteration, pause):
                 with self._atomic:
@@ -168,6 +173,9 @@ class MonitorThread(threading.Thread):
                     if pause:
                         self._unblock()
                 pause = min(max(_FIRST_PAUSE_S, pause * 2), _LONGEST_PAUSE_S)
+                if self._link.is_unsupervised and time.monotonic() > patience:
+                    _log.error("this rank hangs and its supervisor is gone: the process ends")
+                    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
