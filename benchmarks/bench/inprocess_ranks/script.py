@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 import os
+import random
 import select
 import signal
 import socket
@@ -525,9 +526,16 @@ def _target(fd: str) -> str:
         return ""
 
 
+def _free_port() -> int:
+    """Return one below those that the kernel gives to others' outgoing connections."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+
+
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = _free_port()
     ranks: dict[int, int] = {}
     readers = []
     for rank in range(request["world_size"]):
