@@ -108,6 +108,8 @@ def one_rank(rank: int, faults: Faults, more: dict[str, Any], seen: dict[str, An
     def train(call: CallWrapper) -> str:
         seen["entered"].append([os.environ["RANK"], os.environ["WORLD_SIZE"]])
         if call.iteration < len(faults):
+            # A fault meets ranks that are all in the function.
+            call.store.barrier(f"entered{call.iteration}", int(os.environ["WORLD_SIZE"]))
             victim, kind = faults[call.iteration]
             if victim == rank:
                 fail(kind)
