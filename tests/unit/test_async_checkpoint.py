@@ -158,6 +158,49 @@ class TestSnapshot:
             checkpoint.finalize_async_save(blocking=True)
         assert not (tmp_path / "a.pt").exists()
 
+    @pytest.mark.parametrize("how", ["data", "numpy", "inference", "resized"])
+    def test_overlapped_so_does_a_change_that_torch_does_not_count(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        held = threading.Lock()
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", held_memmove(held))
+        with torch.inference_mode(how == "inference"):
+            tensors = [torch.zeros(SIZE) for _ in range(MANY)]
+        with held:
+            checkpoint.async_save(tensors, tmp_path / "a.pt")
+            last = tensors[-1]
+            if how == "data":
+                last.data += 1
+            elif how == "numpy":
+                last.numpy()[-1:] += 1
+            elif how == "inference":
+                with torch.inference_mode():
+                    last += 1
+            else:
+                last.untyped_storage().resize_(0)
+        with pytest.raises(AsyncSaveError, match=r"(changed|resized).*ensure_snapshotted"):
+            checkpoint.finalize_async_save(blocking=True)
+        assert not (tmp_path / "a.pt").exists()
+        checkpoint.async_save([torch.ones(SIZE)], tmp_path / "a.pt")  # and training goes on
+        checkpoint.finalize_async_save(blocking=True)
+        assert torch.load(tmp_path / "a.pt")[0].all()
+
+    def test_overlapped_a_copy_that_fails_fails_the_save_and_keeps_nobody_waiting(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_arguments: Any) -> None:
+            raise RuntimeError("no such memory")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", broken)
+            checkpoint.async_save([torch.zeros(SIZE)] * MANY, tmp_path / "a.pt")
+            # finalize_async_save(blocking=True) would copy, too, in another way
+            assert checkpoint._queue._pending[0].ticket.wait(60)
+            with pytest.raises(AsyncSaveError, match="no such memory"):
+                checkpoint.finalize_async_save()
+        checkpoint.async_save([torch.zeros(SIZE)], tmp_path / "a.pt")
+        checkpoint.finalize_async_save(blocking=True)
+
     def test_overlapped_small_tensors_such_as_running_statistics_are_copied_at_once(
         self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
     ) -> None:

@@ -23,8 +23,10 @@ from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
 from nvrx_slurm.checkpointing.storage.objects import absolute, is_url, read_object
 
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_MODULE = "torch.distributed.checkpoint.metadata"
 _PLAIN = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("builtins", "set"),
     ("collections", "OrderedDict"),
     ("torch.serialization", "_get_layout"),
@@ -139,9 +141,12 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of metadata, and no functions that a hostile pickle could call."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in _MODULES else None
-        if isinstance(found, type) or (module, name) in _PLAIN:
-            return found or super().find_class(module, name)
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module == _MODULE and "." not in name:  # a dot would lead through what the module has imported
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
         if module == "torch":
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype) or found is torch.Size:
@@ -152,5 +157,5 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _unpickle(path: Path | str, file: Any) -> Any:
     try:
         return _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+    except Exception as error:  # whatever a damaged pickle runs into
         raise CorruptCheckpointError(path, f"it can't be read: {error or 'it is cut off'}") from None
