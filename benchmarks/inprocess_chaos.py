@@ -132,9 +132,6 @@ def judge(outcome: Outcome, findings: Findings, name: str) -> None:
 
 def _leaks(rank: Rank) -> list[str]:
     found: list[str] = []
-    if any(fault["kind"] == "interrupt_later" for fault in rank.all("fault")):
-        # Ctrl-C may come in the middle of cleaning up.
-        return found
     for end in rank.all("end"):
         if end["threads"] != ["MainThread"]:
             found.append(f"threads left: {end['threads']}")

@@ -70,6 +70,10 @@ class Engine:
         self._state = State.from_env()
         self._excepthook = sys.excepthook
         self._monitor: MonitorThread | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+        """By which the function has ended, until a restart has got over it."""
+        self._is_closed = False
         self._assigned: HubStore | None = None
         """The part of the store that the last assignment used."""
 
@@ -79,41 +83,54 @@ class Engine:
         Raises:
             BaseException: what ends this rank; see the wrapper.
         """
-        self._link = Link(self._supervisor_settings(), self._tick_s())
-        with contextlib.ExitStack() as resources:
-            resources.callback(self._close)
-            # torch wraps it with every process group that is made.
-            resources.callback(setattr, sys, "excepthook", self._excepthook)
+        link = self._link = Link(self._supervisor_settings(), self._tick_s())
+        try:
+            link.start()
             try:
-                self._begin(resources)
+                self._begin()
                 result = self._iterate()
             except BaseException as error:
                 self._leave(error)
                 raise
             self._complete()
             return result
+        finally:
+            interrupted: BaseException | None = None
+            # Ctrl-C may come anywhere in the cleaning up, which is then done again from the start.
+            while not self._is_closed:
+                try:
+                    self._close()
+                except (KeyboardInterrupt, SystemExit) as error:
+                    interrupted = error
+            if interrupted is not None:
+                raise interrupted
 
     def _close(self) -> None:
+        """Clean up; called again if it did not come to its end."""
+        # torch wraps it with every process group that is made.
+        sys.excepthook = self._excepthook
+        for close in self._closers:
+            close()
         self._link.close()
         if self._monitor is not None:
             self._monitor.join(_ABORT_S)
-            if self._monitor.is_alive():
-                # An abort that hangs; it may still write to the page.
-                return
-            self._call.end()
-        self._link.page.close()
+        # An abort that hangs may still write to the page.
+        if self._monitor is None or not self._monitor.is_alive():
+            self._link.page.close()
+        self._drop_locals()
+        self._is_closed = True
 
     # --- before the first iteration ----------------------------------------------------------------------
 
-    def _begin(self, resources: contextlib.ExitStack) -> None:
+    def _begin(self) -> None:
         wrapper, state = self._wrapper, self._state
         self._link.page.words[Word.MAIN_THREAD] = threading.get_native_id()
         # Kept until all have read from it.
         meeting_store = wrapper.store_factory(**wrapper.store_kwargs)
         meeting = meet(self._link, meeting_store, state.rank, state.world_size)
         self._store = HubStore(meeting.addresses, meeting.token, timeout=wrapper.barrier_timeout)
-        resources.callback(self._store.close)
         self._call = CallWrapper(wrapper, state, self._link.page, self._store)
+        self._closers = [self._store.close, self._call.end]
         barrier_s = wrapper.barrier_timeout.total_seconds()
         if not self._link.wait_joined(barrier_s):
             raise BarrierTimeout(
@@ -205,7 +222,7 @@ class Engine:
     def _restart(self, outcome: Outcome) -> None:
         wrapper, state, link = self._wrapper, self._state, self._link
         watch = Stopwatch(time.monotonic())
-        error = outcome.error if isinstance(outcome, (Raised, Interrupted)) else None
+        error = self._error = outcome.error if isinstance(outcome, (Raised, Interrupted)) else None
         is_own = not link.is_interrupted
         if is_own:
             self._report(error)
@@ -224,8 +241,7 @@ class Engine:
             watch = Stopwatch(link.interrupted_at)
         # Those whose exception follows from another rank's fault are no culprits.
         state.fn_exception = error if is_own and isinstance(error, Exception) else None
-        if error is not None:
-            _drop_locals(error)
+        self._drop_locals()
         interrupt_s = watch.lap()
         frozen = state.freeze()
         if wrapper.finalize is not None:
@@ -343,6 +359,17 @@ class Engine:
             except Exception as failure:
                 raise failure from error
 
+    def _drop_locals(self) -> None:
+        """Let go of what the frames of the interrupted function hold: models, tensors, process groups."""
+        pending, self._error = [self._error], None
+        seen: set[int] = set()
+        while pending:
+            one = pending.pop()
+            if one is not None and id(one) not in seen:
+                seen.add(id(one))
+                traceback.clear_frames(one.__traceback__)
+                pending += [one.__cause__, one.__context__]
+
     def _phase(self, phase: Phase) -> None:
         self._link.page.set_phase(phase, time.monotonic_ns())
 
@@ -366,15 +393,3 @@ def _summary(error: BaseException | None) -> str:
         text = ""
     name = "RankShouldRestart" if isinstance(error, RankShouldRestart) else type(error).__name__
     return (f"{name}: {text}" if text else name)[: msg.MAX_WHY]
-
-
-def _drop_locals(error: BaseException) -> None:
-    """Let go of what the frames of the interrupted function hold: models, tensors, process groups."""
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            pending += [one.__cause__, one.__context__]

@@ -41,9 +41,6 @@ class Link:
     Args:
         settings: of the supervisor; its process and descriptors are filled in here.
         tick_s: how often the main thread is asked for a sign of life.
-
-    Raises:
-        InternalError: the supervisor can't be started.
     """
 
     def __init__(self, settings: Settings, tick_s: float) -> None:
@@ -62,13 +59,36 @@ class Link:
         self._is_closed = False
         self.is_unsupervised = False
         """The supervisor has ended before the call: nobody else ends a rank that hangs."""
-        self._process, self._socket = _start(settings, self.page)
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, self._theirs = socket.socketpair()
         self._send_lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="nvrx-inprocess-link", daemon=True)
+
+    def start(self) -> None:
+        """Start the supervisor.
+
+        Raises:
+            InternalError: it can't be started.
+        """
+        self.page.set_phase(Phase.WAITING, time.monotonic_ns())
+        settings = msgspec.structs.replace(
+            self._settings, rank_pid=os.getpid(), channel_fd=self._theirs.fileno(), page_fd=self.page.fd
+        )
+        try:
+            self._process = subprocess.Popen(
+                command_for("nvrx_slurm.supervisor.process", msgspec.json.encode(settings).decode()),
+                pass_fds=(self._theirs.fileno(), self.page.fd),
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise InternalError(f"the supervisor can't be started: {error}") from error
+        finally:
+            self._theirs.close()
         self._thread.start()
 
     def close(self) -> None:
-        """Let the supervisor go, and end the thread; the page stays."""
+        """Let the supervisor go, and end the thread; the page stays. May be called again."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -76,10 +96,13 @@ class Link:
         self.send(msg.Goodbye())
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._theirs.close()
         self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_START_TIMEOUT_S)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_START_TIMEOUT_S)
 
     def send(self, message: msg.Message) -> None:
         """Tell the supervisor; that it is gone is noticed where its answer is waited for."""
@@ -270,24 +293,3 @@ def describe(records: tuple[msg.Record, ...]) -> str:
     return format_interruption_records(
         InterruptionRecord(record.rank, Interruption[record.kind]) for record in records
     )
-
-
-def _start(settings: Settings, page: ProgressPage) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    page.set_phase(Phase.WAITING, time.monotonic_ns())
-    settings = msgspec.structs.replace(
-        settings, rank_pid=os.getpid(), channel_fd=theirs.fileno(), page_fd=page.fd
-    )
-    try:
-        process = subprocess.Popen(
-            command_for("nvrx_slurm.supervisor.process", msgspec.json.encode(settings).decode()),
-            pass_fds=(theirs.fileno(), page.fd),
-            stdin=subprocess.DEVNULL,
-        )
-    except OSError as error:
-        ours.close()
-        page.close()
-        raise InternalError(f"the supervisor can't be started: {error}") from error
-    finally:
-        theirs.close()
-    return process, ours

@@ -93,6 +93,10 @@ class ProgressPage:
         words[Word.PHASE] = phase
 
     def close(self) -> None:
+        """Let go of it; may be called again."""
         self.words.release()
         self._mapping.close()
-        os.close(self.fd)
+        # Nothing comes between the two: a signal's handler would leave it open, or have another's closed.
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -22,6 +22,9 @@ _HANGS = {
 """Time-outs of the wrapper, seconds; all others are far away."""
 
 
+_SILENCE = {"heartbeat_interval": 0.3, "heartbeat_timeout": 3.0}
+
+
 class Scenarios:
     """Runs plans whose ranks must all end by themselves and leave nothing."""
 
@@ -36,6 +39,8 @@ class Scenarios:
         assert outcome.hung == [], outcome
         assert not outcome.left_behind, "a supervisor is still there"
         for rank in outcome.ranks:
+            if rank.exit >= 0:
+                assert rank.all("end")
             for end in rank.all("end"):
                 assert end["threads"] == ["MainThread"]
                 assert end["memfds"] == 0
@@ -92,6 +97,68 @@ def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Scen
     assert (0, "TERMINATED") in done[1].records(1)
     assert [each["terminated"] for each in done[1].all("enter")] == [[], [0], [1]]
     assert [each["rank"] for each in done[3].all("enter")] == ["3", "2", "1"]
+
+
+@pytest.mark.parametrize(("gets", "kind"), [("SIGSTOP", "UNRESPONSIVE"), ("SIGKILL", "TERMINATED")])
+def test_a_lost_node_is_left_out(ranks: Scenarios, gets: str, kind: str) -> None:
+    """S7: its processes are silent and all connections stay, or all end at once; ranks 1 and 3 are on it."""
+    done = ranks.run(
+        [(0, "node")], world_size=5, others="gloo", node=[1, 3], node_gets=gets, buriers=[0], times=_SILENCE
+    )
+    all_returned(done, 3)
+    assert [rank.exit for rank in done] == [0, -9, 0, -9, 0]
+    assert done[0].records(1) >= {(1, kind), (3, kind)}
+    again = done[0].all("enter")[1]["t"] - done[0].one("fault")["t"]
+    assert again >= (_SILENCE["heartbeat_timeout"] if gets == "SIGSTOP" else 0)
+    assert again < 20
+
+
+@pytest.mark.parametrize("gets", ["SIGSTOP", "SIGKILL"])
+def test_when_the_node_of_the_hub_is_lost_all_end_with_an_error_that_says_so(
+    ranks: Scenarios, gets: str
+) -> None:
+    """S7, BUG-2: silence of a hub that was there is bounded by the heartbeat's time-out."""
+    done = ranks.run(
+        [(2, "node")], world_size=4, others="gloo", node=[0, 1], node_gets=gets, buriers=[2, 3],
+        times=_SILENCE,
+    )  # fmt: skip
+    assert [rank.exit for rank in done] == [-9, -9, 1, 1]
+    for rank in done[2:]:
+        assert rank.one("raised")["type"] == "InternalError"
+        assert len(rank.all("terminate")) == 1
+        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 20
+    # Whoever ends first buries the node.
+    said = min((rank.one("raised") for rank in done[2:]), key=lambda raised: raised["t"])["text"]
+    assert ("nothing was heard of the hub" in said) == (gets == "SIGSTOP")
+
+
+def test_deaths_during_a_restart_are_part_of_it_or_of_the_next_one(ranks: Scenarios) -> None:
+    """S11: in finalize, after the barrier, and at the beginning of an iteration."""
+    chaos = [
+        [0, 1, "collective", "exception", 0],
+        [0, 2, "finalize", "sigkill", 0],
+        [1, 1, "collective", "exception", 0],
+        [1, 3, "assignment", "sigkill", 0],
+        [3, 0, "initialize", "sigkill", 0],
+    ]
+    done = ranks.run(
+        world_size=5, scenario="chaotic", chaos=chaos, duration=0.1, times={"soft_timeout": 30.0}
+    )
+    assert [rank.exit for rank in done] == [-9, 0, -9, -9, 0]
+    assert [done[1].one("returned")["value"], done[4].one("returned")["value"]] == ["0", "1"]
+    for rank in (done[1], done[4]):
+        # The death after the barrier interrupts iteration 2, maybe before the function has begun.
+        assert [each for each in rank.entered if each not in (2, 3)] == [0, 1, 4]
+        assert rank.all("enter")[-1]["world_size"] == "2"
+        # Long before any heartbeat or hang would be noticed.
+        assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 20
+
+
+def test_ctrl_c_while_a_call_cleans_up_leaves_nothing(ranks: Scenarios) -> None:
+    done = ranks.run([(0, "exception")], ctrl_c_at_end=[1])
+    assert done[1].one("raised")["type"] == "KeyboardInterrupt"
+    assert done[1].exit == 1
+    assert [done[0].exit, done[2].exit] == [0, 0]
 
 
 def test_a_rank_that_leaves_lets_the_others_restart_rank_0_too(ranks: Scenarios) -> None:

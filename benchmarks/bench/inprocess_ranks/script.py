@@ -40,7 +40,7 @@ from nvrx_slurm.inprocess import (
     rank_assignment,
     terminate,
 )
-from nvrx_slurm.inprocess.monitor_thread import RankShouldRestart
+from nvrx_slurm.inprocess.monitor_thread import MonitorThread, RankShouldRestart
 from nvrx_slurm.inprocess.wrap import CallWrapper, Wrapper
 
 _C = ctypes.CDLL(None)
@@ -154,8 +154,8 @@ def _kill_supervisor_of(rank: int) -> None:
         time.sleep(0.001)
 
 
-def _pidfile(rank: int | str) -> str:
-    return f"{os.environ['SCENARIO_DIR']}/supervisor_{rank}.pid"
+def _pidfile(rank: int | str, name: str = "supervisor") -> str:
+    return f"{os.environ['SCENARIO_DIR']}/{name}_{rank}.pid"
 
 
 # --- plug-ins that fail as the plan says ----------------------------------------------------------------
@@ -291,14 +291,43 @@ def planned(plan: dict[str, Any], report: Report) -> None:
                 dist.destroy_process_group()
             return f"{value} from {os.environ['RANK']}"
         call.store.barrier(f"ready/{call.iteration}", int(os.environ["WORLD_SIZE"]), seconds(30))
-        if rank in faults:
+        if faults.get(rank) == "node":
+            report("fault", kind="node", iteration=call.iteration, point="function")
+            _signal_node(plan["node"], signal.Signals[plan["node_gets"]])
+        elif rank in faults:
             time.sleep(plan.get("pause", 0.03))
             inject(faults[rank], call, report, rank, call.iteration)
         wait_as(others, call, report)
         raise AssertionError("not reached")
 
-    result = wrapper_for(plan, report)(function)(plan.get("value", 7))
+    if rank in plan.get("ctrl_c_at_end", ()):
+        _interrupt_once(MonitorThread, "join")
+    try:
+        result = wrapper_for(plan, report)(function)(plan.get("value", 7))
+    finally:
+        if rank in plan.get("buriers", ()):
+            _signal_node(plan["node"], signal.SIGKILL)
     report("returned", value=result)
+
+
+def _interrupt_once(owner: type, name: str) -> None:
+    """Have Ctrl-C come where that method is called first."""
+    method = getattr(owner, name)
+
+    def interrupted(*args: Any) -> Any:
+        setattr(owner, name, method)
+        signal.raise_signal(signal.SIGINT)
+        return method(*args)
+
+    setattr(owner, name, interrupted)
+
+
+def _signal_node(node: list[int], number: int) -> None:
+    """Do it to all processes of these ranks: supervisors first, so that nobody tells of anything."""
+    for name in ("supervisor", "rank"):
+        for rank in node:
+            with contextlib.suppress(ProcessLookupError), open(_pidfile(rank, name)) as file:
+                os.kill(int(file.read()), number)
 
 
 def wait_as(others: str, call: CallWrapper, report: Report) -> None:
@@ -490,6 +519,8 @@ def rank_main(request: dict[str, Any], rank: int, port: int, fd: int) -> int:
         **request.get("env", {}),
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    with open(_pidfile(rank, "rank"), "w") as file:
+        file.write(str(os.getpid()))
     report = Report(fd)
     code = 1
     try:
