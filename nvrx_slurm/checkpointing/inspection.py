@@ -19,7 +19,6 @@ from nvrx_slurm.checkpointing.storage.folders import FileInfo, RemoteFolder, fol
 from nvrx_slurm.checkpointing.storage.objects import read_object
 
 _FILE_SUFFIXES = (".pt", ".pth", ".ckpt")
-_DATA_SUFFIX = ".distcp"
 
 
 class Kind(Enum):
@@ -146,11 +145,11 @@ def _is_checkpoint(path: Path) -> bool:
 def _is_checkpoint_directory(path: Path) -> bool:
     if not path.is_dir():
         return False
-    return manifest.is_committed(path) or any(path.glob("*" + _DATA_SUFFIX)) or _half_written(path)
+    return manifest.is_committed(path) or any(path.glob("*" + manifest.DATA_SUFFIX)) or _half_written(path)
 
 
 def _half_written(path: Path) -> bool:
-    return any(is_temporary(name) and _DATA_SUFFIX in name for name in os.listdir(path))
+    return any(is_temporary(name) and manifest.DATA_SUFFIX in name for name in os.listdir(path))
 
 
 def _look_local(folder: Path, save: LocalSave) -> Checkpoint:
@@ -209,7 +208,7 @@ def _find_at(url: str) -> list[Checkpoint]:
 
 
 def _is_of_a_directory(name: str) -> bool:
-    return name == manifest.METADATA or name.endswith(_DATA_SUFFIX)
+    return name == manifest.METADATA or name.endswith(manifest.DATA_SUFFIX)
 
 
 def _object(url: str, info: FileInfo) -> Checkpoint:
@@ -223,6 +222,7 @@ def _data_files(checkpoint: Checkpoint) -> Iterator[Path | str]:
         return
     listed = manifest.read(checkpoint.path)
     if listed is not None:
+        manifest.files_are_own(checkpoint.path, listed, listed.files)
         yield from (folder_at(checkpoint.path).where(name) for name in listed.files)
 
 

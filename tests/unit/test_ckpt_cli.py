@@ -12,9 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
 from nvrx_slurm.checkpointing.async_ckpt.core import AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
@@ -38,8 +43,8 @@ def states(*arguments: str | Path) -> dict[str, str]:
     return {Path(each["path"]).name: each["state"] for each in document["checkpoints"]}
 
 
-def save_directory(path: Path, state: dict[str, Any]) -> None:
-    writer = FileSystemWriterAsync(path)
+def save_directory(path: Path, state: dict[str, Any], **how: Any) -> None:
+    writer = FileSystemWriterAsync(path, **how)
     plan = save_state_dict_async_plan(state, writer)
     save, _, arguments = writer.get_save_function_and_args()
     AsyncRequest(save, arguments, [partial(save_state_dict_async_finalize, *plan)]).execute_sync()
@@ -213,3 +218,62 @@ def test_prune_of_local_parts_removes_all_files_of_old_saves(local: Path) -> Non
 
 def test_local_parts_need_no_torch(local: Path) -> None:
     test_listing_and_verifying_import_no_torch(local)
+
+
+class TestFilesOfOthers:
+    """Files that are whole, with right checksums, but not where they belong."""
+
+    @pytest.fixture
+    def steps(self, tmp_path: Path) -> Path:
+        for step in (1, 2):
+            save_directory(
+                tmp_path / f"step{step}", {"w": torch.full((5,), step), "v": torch.full((5,), -step)}
+            )
+        return tmp_path
+
+    def refused(self, path: Path) -> None:
+        state = {"w": torch.zeros(5, dtype=torch.int64), "v": torch.zeros(5, dtype=torch.int64)}
+        with pytest.raises(CheckpointException, match="not what was written"):
+            dcp.load(state, storage_reader=CachedMetadataFileSystemReader(path))
+        assert states("verify", path)[path.name] == "damaged"
+
+    def test_of_another_step_is_found_by_load_and_verify(self, steps: Path) -> None:
+        (steps / "step1/__0_0.distcp").replace(steps / "step2/__0_0.distcp")
+        self.refused(steps / "step2")
+
+    def test_of_another_rank_is_found_by_load_and_verify(self, steps: Path) -> None:
+        save_directory(steps / "both", {"w": torch.ones(5), "v": torch.ones(5)}, thread_count=2)
+        one, other = steps / "both/__0_0.distcp", steps / "both/__0_1.distcp"
+        one.rename(steps / "x")
+        other.rename(one)
+        (steps / "x").rename(other)
+        self.refused(steps / "both")
+
+    def test_of_a_save_that_runs_at_the_same_time_fails_the_commit(self, tmp_path: Path) -> None:
+        writers = [FileSystemWriterAsync(tmp_path / "same") for _ in range(2)]
+        plans = [save_state_dict_async_plan({"w": torch.full((5,), i)}, w) for i, w in enumerate(writers)]
+        for writer in writers:
+            save, _, arguments = writer.get_save_function_and_args()
+            assert save is not None
+            save(*arguments)
+        with pytest.raises(CheckpointException, match="another save has written here meanwhile"):
+            save_state_dict_async_finalize(*plans[0])
+        assert states("ls", tmp_path) == {"same": "torn"}
+        save_state_dict_async_finalize(*plans[1])
+        loaded = {"w": torch.zeros(5, dtype=torch.int64)}
+        dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(tmp_path / "same"))
+        assert loaded["w"].tolist() == [1] * 5
+
+    @pytest.mark.parametrize("name", [".metadata", "..", "train.py", "../train.py"])
+    def test_a_manifest_can_not_have_other_files_removed(self, tmp_path: Path, name: str) -> None:
+        path = tmp_path / "a"
+        save_directory(path, {"w": torch.ones(5)})
+        (listed,) = path.glob("nvrx-manifest-*.json")
+        listed.write_text(json.dumps({"files": {name: 1}}))
+        (path / "train.py").touch()
+        (tmp_path / "train.py").touch()
+        assert states("ls", path) == {"a": "damaged"}
+        save_directory(path, {"w": torch.ones(5)})
+        assert states("verify", path) == {"a": "intact"}
+        assert (path / "train.py").exists()
+        assert (tmp_path / "train.py").exists()

@@ -100,6 +100,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
             for item in plan.items:
                 place = self.storage_data[item.storage_index]
                 wanted[place.relative_path].add(Region(place.offset, place.length))
+            listed = manifest.read(self.folder)
+            if listed is not None:
+                manifest.files_are_own(self.folder, listed, wanted)
             for name, parts in wanted.items():
                 if isinstance(self.folder, Path):
                     _verify_parts(self.folder / name, sorted(parts, key=lambda part: part.offset))

@@ -36,7 +36,6 @@ CURRENT_DCP_VERSION, _StorageInfo, _StoragePrefix = require(
     "torch.distributed.checkpoint.filesystem", "CURRENT_DCP_VERSION", "_StorageInfo", "_StoragePrefix"
 )
 
-_SUFFIX = ".distcp"
 _results_queue = None  # looked for by users of NVIDIA's package; results need no queue here
 
 
@@ -93,7 +92,7 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
             raise ValueError(f"separation_hint needs a thread_count of at least 2, not {self.thread_count}")
         self._separation_hint = separation_hint
         self._writes: FileWrites | None = None
-        self._results: list[WriteResult] = []
+        self._results: list[_Written] = []
         self._failure: BaseException | None = None
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -121,10 +120,11 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         generation = f".{secrets.token_hex(4)}" if manifest.is_committed(self.folder) else ""
         files: list[tuple[Path | str, object]] = []
         for number, (group, items) in enumerate(self._buckets(plan.items)):
-            name = f"{group}{plan.storage_data.prefix}{number}{generation}{_SUFFIX}"
+            name = f"{group}{plan.storage_data.prefix}{number}{generation}{manifest.DATA_SUFFIX}"
             bundle = Bundle()
             for item in items:
-                self._results.append(_add(bundle, item, planner.resolve_data(item), name))
+                written = _add(bundle, item, planner.resolve_data(item), name)
+                self._results.append(_Written(**vars(written), mark=bundle.mark))
             files.append((folder_at(self.folder).where(name), bundle.image()))
         return FileWrites(files, when_failed=self._note_failure) if files else None
 
@@ -153,7 +153,7 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         """
         raise NotImplementedError("save with save_state_dict_async_plan, or with torch's FileSystemWriter")
 
-    def retrieve_write_results(self) -> list[WriteResult] | tuple[BaseException, Any]:
+    def retrieve_write_results(self) -> list[_Written] | tuple[BaseException, Any]:
         """Return what this rank has written, or what went wrong as torch passes it between ranks."""
         if self._failure is not None:
             return _wrap_exception(RuntimeError(f"Worker failure: {self._failure}"))  # type: ignore[no-any-return]
@@ -162,13 +162,19 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
     def _note_failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Any, results: list[list[_Written]]) -> None:
         """Commit the checkpoint: on the coordinator, when all ranks have written."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {each.index: each.storage_data for rank in results for each in rank}
         metadata.storage_meta = self.storage_meta()
-        names = {place.relative_path for place in metadata.storage_data.values()}
-        manifest.commit(self.folder, pickle.dumps(metadata), names)
+        marks = {each.storage_data.relative_path: each.mark for rank in results for each in rank}
+        manifest.commit(self.folder, pickle.dumps(metadata), marks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written(WriteResult):  # type: ignore[misc]
+    mark: str
+    """Of the file that it is in."""
 
 
 def split_evenly(items: list[Any], bins: int) -> list[list[Any]]:

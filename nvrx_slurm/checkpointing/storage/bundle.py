@@ -1,10 +1,11 @@
-"""Several pieces one after another in one file, with checksums at its end."""
+"""Several pieces one after another in one file, with a mark of its own and checksums at its end."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 
-from nvrx_slurm.checkpointing.storage.checksums import Region, encode_trailer, table_size
+from nvrx_slurm.checkpointing.storage.checksums import MARK_SIZE, Region, encode_trailer, table_size
 from nvrx_slurm.checkpointing.storage.layout import FileImage, Hole, Literal
 
 _ALIGNMENT = 64  # as torch aligns storages in a file, so those of a piece stay aligned
@@ -14,6 +15,8 @@ class Bundle:
     """Collects the pieces; each is read on its own, by its place in the file."""
 
     def __init__(self) -> None:
+        self.mark = secrets.token_hex(MARK_SIZE)
+        """Tells this file from those of other ranks and saves, whose checksums are right as well."""
         self._end = 0
         self._literals: list[Literal] = []
         self._holes: list[Hole] = []
@@ -36,10 +39,11 @@ class Bundle:
 
     def image(self) -> FileImage:
         """Return the whole file."""
-        table = Region(self._end, table_size(len(self._holes)))
+        mark = Literal(self._end, bytes.fromhex(self.mark))
+        table = Region(self._end + MARK_SIZE, table_size(len(self._holes)))
         trailer = Literal(table.end, encode_trailer(table.length))
         size = table.end + len(trailer.data)
-        literals = (*self._literals, trailer)
+        literals = (*self._literals, mark, trailer)
         return FileImage(size, literals, tuple(self._holes), table, tuple(self._tensors))
 
     def _take(self, size: int) -> Region:

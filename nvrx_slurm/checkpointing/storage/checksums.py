@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -30,6 +30,8 @@ _MAGIC = b"NVRXSUM1"
 _HEAD = struct.Struct("<8sQQ")  # magic, number of regions, checksum of everything outside of them
 _TRAILER = struct.Struct("<8sQ")  # magic, size of the table before it
 _TRAILER_MAGIC = b"NVRXEND1"
+MARK_SIZE = 16
+"""Of what stands before the table in a file of torch.distributed.checkpoint, and is in no other, in bytes."""
 _ENTRY = struct.Struct("<QQQ")  # offset, length, checksum
 _LOCAL_HEADER = 30  # bytes before the name; lengths of name and extra field end it (APPNOTE.TXT 4.3.7)
 _SEARCHED = 64 << 20
@@ -73,6 +75,21 @@ def table_size(regions: int) -> int:
 def encode_trailer(table: int) -> bytes:
     """Return what ends a file whose last part is a table of so many bytes."""
     return _TRAILER.pack(_TRAILER_MAGIC, table)
+
+
+def read_mark(size: int, read: Callable[[int, int], bytes]) -> str | None:
+    """Return the mark of a file, None: it has none where it would be.
+
+    Args:
+        size: of the file.
+        read: returns what is from one offset to another in it.
+    """
+    end = size - _TRAILER.size
+    if end < 0:
+        return None
+    magic, table = _TRAILER.unpack(read(end, size))
+    start = end - table - MARK_SIZE
+    return read(start, start + MARK_SIZE).hex() if magic == _TRAILER_MAGIC and start >= 0 else None
 
 
 def encode_table(regions: Sequence[Region], sums: Sequence[int], rest: int) -> bytes:

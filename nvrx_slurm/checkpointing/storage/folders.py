@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ class Folder(Protocol):
 
     def read(self, name: str) -> bytes:
         """Return all of a file."""
+
+    def read_part(self, name: str, start: int, end: int) -> bytes:
+        """Return what is from one offset to another in a file."""
 
     def write(self, name: str, data: bytes) -> None:
         """Write or replace a file, whole and durably."""
@@ -74,6 +78,13 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         with open(open_regular(self._path / name), "rb") as file:
             return file.read()
+
+    def read_part(self, name: str, start: int, end: int) -> bytes:
+        fd = open_regular(self._path / name)
+        try:
+            return os.pread(fd, end - start, start)
+        finally:
+            os.close(fd)
 
     def write(self, name: str, data: bytes) -> None:
         write_bytes(self._path / name, data)
@@ -118,6 +129,10 @@ class RemoteFolder:
 
     def read(self, name: str) -> bytes:
         return objects.read_object(self.where(name))
+
+    def read_part(self, name: str, start: int, end: int) -> bytes:
+        store, path = objects.open_store(self.where(name))
+        return bytes(store.cat_file(path, start=start, end=end))
 
     def write(self, name: str, data: bytes) -> None:
         with objects.replacing_object(self.where(name)) as pending:

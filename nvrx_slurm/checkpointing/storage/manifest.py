@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from nvrx_slurm.checkpointing.storage.checksums import checksum
+from nvrx_slurm.checkpointing.storage.checksums import checksum, read_mark
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import Folder, folder_at
 
 METADATA = ".metadata"
+DATA_SUFFIX = ".distcp"
 _PREFIX = "nvrx-manifest-"
 
 
@@ -28,33 +30,39 @@ class Manifest(msgspec.Struct, frozen=True):
 
     files: dict[str, int]
     """Their names in the directory, and their sizes in bytes."""
+    marks: dict[str, str] = {}
+    """What each file says it is, so that none stands for another; older checkpoints have none."""
     v: int = 1
 
 
-def commit(folder: Path | str, metadata: bytes, names: Iterable[str]) -> None:
+def commit(folder: Path | str, metadata: bytes, marks: Mapping[str, str]) -> None:
     """Make a checkpoint of files that are durable already, in place of the one that may be there.
 
     Args:
         folder: a directory, or the URL of one.
+        marks: of each file, by its name.
 
     Raises:
+        CorruptCheckpointError: a file is not the one that was written; the former checkpoint still counts.
         OSError: a file is missing, or the directory takes no more; the former checkpoint still counts.
     """
     there = folder_at(folder)
     former = None
     with contextlib.suppress(CorruptCheckpointError):
         former = _read_manifest(there)
-    manifest = Manifest({name: _size(there, name) for name in sorted(set(names))})
+    manifest = Manifest({name: _size(there, name) for name in sorted(marks)}, dict(sorted(marks.items())))
+    files_are_own(folder, manifest, manifest.files, "another save has written here meanwhile")
     own = _name(metadata)
     there.write(own, msgspec.json.encode(manifest))
     there.write(METADATA, metadata)
-    if former is not None:
-        for name in former.files.keys() - manifest.files.keys():
-            there.remove(name)
-    for name in _manifests(there):
-        if name != own:
-            there.remove(name)
-    there.remove_leftovers()
+    with contextlib.suppress(OSError):  # it is committed: what can't be removed now stays
+        if former is not None:
+            for name in former.files.keys() - manifest.files.keys():
+                there.remove(name)
+        for name in _manifests(there):
+            if name != own:
+                there.remove(name)
+        there.remove_leftovers()
 
 
 def is_committed(folder: Path | str) -> bool:
@@ -89,6 +97,26 @@ def sizes_are_right(folder: Path | str, manifest: Manifest) -> None:
             raise CorruptCheckpointError(there.where(name), why)
 
 
+def files_are_own(
+    folder: Path | str,
+    manifest: Manifest,
+    names: Iterable[str],
+    why: str = "it belongs to another rank or save",
+) -> None:
+    """Look whether files are those that were written under their names; reads 32 bytes of each.
+
+    Raises:
+        CorruptCheckpointError: one is not, or is missing.
+    """
+    there = folder_at(folder)
+    for name in sorted(set(names) & manifest.marks.keys()):
+        info = there.info(name)
+        if info is None:
+            raise CorruptCheckpointError(there.where(name), "the file is missing")
+        if read_mark(info.size, partial(there.read_part, name)) != manifest.marks[name]:
+            raise CorruptCheckpointError(there.where(name), f"it is not what was written: {why}")
+
+
 def _read_manifest(there: Folder) -> Manifest | None:
     if there.info(METADATA) is None:
         return None
@@ -102,8 +130,9 @@ def _read_manifest(there: Folder) -> Manifest | None:
         manifest = msgspec.json.decode(there.read(name), type=Manifest)
     except msgspec.MsgspecError as error:
         raise CorruptCheckpointError(there.where(name), str(error)) from None
-    if any(Path(each).name != each for each in manifest.files):
-        raise CorruptCheckpointError(there.where(name), "it names files elsewhere")
+    if any(Path(each).name != each or not each.endswith(DATA_SUFFIX) for each in manifest.files):
+        # The next save removes what is named here.
+        raise CorruptCheckpointError(there.where(name), "it names other files than those of a checkpoint")
     return manifest
 
 
