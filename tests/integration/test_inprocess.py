@@ -91,12 +91,12 @@ def test_after_exceptions_all_ranks_enter_again_also_out_of_a_blocked_all_reduce
 
 def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Scenarios) -> None:
     """S2, BUG-2: all others blocked in an all-reduce, or in a barrier of the store."""
-    done = ranks.run([(0, "sigkill")], [(2, "segfault")], world_size=4, others="gloo")
+    done = ranks.run([(0, "sigkill")], [(2, "segfault")], [(4, "sigterm")], world_size=5, others="gloo")
     all_returned(done, 2)
-    assert [done[0].exit, done[2].exit] == [-9, -11]
+    assert [rank.exit for rank in done] == [-9, 0, -11, 0, -15]
     assert (0, "TERMINATED") in done[1].records(1)
-    assert [each["terminated"] for each in done[1].all("enter")] == [[], [0], [1]]
-    assert [each["rank"] for each in done[3].all("enter")] == ["3", "2", "1"]
+    assert [each["terminated"] for each in done[1].all("enter")] == [[], [0], [1], [2]]
+    assert [each["rank"] for each in done[3].all("enter")] == ["3", "2", "1", "1"]
 
 
 @pytest.mark.parametrize(("gets", "kind"), [("SIGSTOP", "UNRESPONSIVE"), ("SIGKILL", "TERMINATED")])
@@ -284,6 +284,36 @@ def test_what_a_call_wrapper_offers_and_what_a_wrapped_function_refuses(ranks: S
         assert len(rank.all("unprotected")) == 2
     for end, aborted in zip(done[0].all("atomic_ends"), done[0].all("abort"), strict=True):
         assert aborted["t"] > end["t"]
+
+
+def test_what_users_count_on(ranks: Scenarios, tmp_path: Path) -> None:
+    """The rest of the behaviours that NVIDIA's tests ask for, in single calls of one after the other."""
+    fails = [
+        # Unhealthy at the start of an iteration, or no initialization, once: a restart.
+        {
+            "fail_health_check": [(0, 0)],
+            "fail_abort": [(0, 0)],
+            "fail_initialize": [(1, 0)],
+            "fail_completion": [(2, 0)],
+        },
+        {"fail_assignment": [(0, 0)]},
+    ]
+    (rank,) = ranks.run(
+        world_size=1,
+        scenario="behaviours",
+        times=_HANGS,
+        fails=fails,
+        transient=True,
+        wrapper={"monitor_process_logfile": f"{tmp_path}/supervisor_{{rank}}.log"},
+    )
+    assert rank.one("no_store")["error"] == "ConnectionError"
+    assert rank.one("slow")["value"] == 0
+    # An exception inside leaves hang protection on; then it strikes.
+    assert rank.one("protected")["value"] == 2
+    assert not rank.one("keys")["there"]
+    assert [each["error"] for each in rank.all("failed")] == ["'well'", "ValueError"]
+    assert rank.one("handlers")["same"]
+    assert (tmp_path / "supervisor_0.log").exists()
 
 
 def test_who_waits_in_the_store_holds_up_nobody(ranks: Scenarios) -> None:

@@ -41,6 +41,7 @@ from nvrx_slurm.inprocess import (
     terminate,
 )
 from nvrx_slurm.inprocess.monitor_thread import MonitorThread, RankShouldRestart
+from nvrx_slurm.inprocess.store import StoreMixin
 from nvrx_slurm.inprocess.wrap import CallWrapper, Wrapper
 
 _C = ctypes.CDLL(None)
@@ -167,13 +168,17 @@ class Failing:
     def __init__(self, name: str, plan: dict[str, Any], report: Report) -> None:
         self.name, self.report = name, report
         self.at = {tuple(at) for at in plan.get(f"fail_{name}", ())}
+        self.is_transient = plan.get("transient", False)
 
     def __call__(self, state: Any) -> Any:
         who = getattr(state, "state", state)
         self.report(
             self.name, iteration=who.iteration, mode=who.mode.name, exception=type(who.fn_exception).__name__
         )
-        if (who.iteration, who.initial_rank) in self.at:
+        here = (who.iteration, who.initial_rank)
+        if here in self.at:
+            if self.is_transient:
+                self.at.discard(here)
             raise ValueError(f"{self.name} fails")
         return state
 
@@ -380,6 +385,51 @@ def manners(plan: dict[str, Any], report: Report) -> None:
     dist.destroy_process_group()
 
 
+def behaviours(plan: dict[str, Any], report: Report) -> None:
+    """Call functions one after the other, each for one thing that a user counts on."""
+    rank = int(os.environ["RANK"])
+    handlers = [list(logging.getLogger(name).handlers) for name in (None, "nvrx", "nvrx_slurm")]
+
+    def broken_store(**settings: Any) -> None:
+        raise ConnectionError("no store today")
+
+    broken = type("Broken", (StoreMixin,), {"__init__": lambda self: broken_store()})
+    report("no_store", error=_error(Wrapper(store_factory=broken)(lambda: None)))
+
+    def slow_but_alive(call: CallWrapper) -> int:
+        # Twice the soft time-out in all, and never silent for half of it.
+        for _ in range(int(2 * plan["times"]["soft_timeout"] / 0.2)):
+            call.ping()
+            _C.usleep(200_000)
+        call.store.set("of the first call", "")
+        return call.iteration
+
+    report("slow", value=wrapper_for(plan, report)(slow_but_alive)())
+
+    def fails_unprotected(call: CallWrapper) -> int:
+        if call.iteration == 0:
+            with call.disable_hang_protection():
+                raise ValueError("inside")
+        if call.iteration == 1:
+            # What an earlier iteration had off is on again.
+            inject("livelock" if rank == 0 else "block_briefly", call, report, rank, 1)
+        report("keys", there=call.store.check(["of the first call"]))
+        return call.iteration
+
+    report("protected", value=wrapper_for(plan, report)(fails_unprotected)())
+    for fails in plan["fails"]:
+        report("failed", error=_error(wrapper_for({**plan, **fails}, report)(lambda: "well")))
+    after = [list(logging.getLogger(name).handlers) for name in (None, "nvrx", "nvrx_slurm")]
+    report("handlers", same=handlers == after)
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        return repr(call())
+    except Exception as error:
+        return type(error).__name__
+
+
 def _refusal(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -503,7 +553,13 @@ def chaotic(plan: dict[str, Any], report: Report) -> None:
     report("returned", value=wrapper(function)())
 
 
-SCENARIOS = {"planned": planned, "manners": manners, "contended": contended, "chaotic": chaotic}
+SCENARIOS = {
+    "planned": planned,
+    "manners": manners,
+    "behaviours": behaviours,
+    "contended": contended,
+    "chaotic": chaotic,
+}
 
 
 # --- the server -----------------------------------------------------------------------------------------
