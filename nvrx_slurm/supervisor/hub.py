@@ -146,8 +146,15 @@ class Hub:
             return
         missing = self._missing()
         # Those that went after their entry have been recorded with their rank.
-        if missing:
-            kind, why = self._gone_early[0] if self._gone_early else ("TERMINATED", "it did not enter")
+        if len(missing) > len(self._gone_early):
+            # Another iteration would begin in the same way, and so on for ever.
+            self._dismiss(
+                self._members,
+                f"rank assignment gave {len(self._members)} ranks numbers of {self._expected}, and "
+                f"{missing[0]} to none: numbers from 0 without gaps are accepted, for those that are left",
+            )
+        elif missing:
+            kind, why = self._gone_early[0]
             for rank in missing:
                 self._interrupt(msg.Record(rank, kind, why))
 

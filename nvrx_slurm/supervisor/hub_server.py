@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import selectors
 import socket
@@ -37,6 +38,8 @@ class HubServer:
         self._members: dict[int, Stream] = {}
         self._heard: dict[int, float] = {}
         self._streams: set[Stream] = set()
+        self._strangers: dict[Stream, float] = {}
+        """Connections that have not said yet what they are for, and when they came, the oldest first."""
         self._checked = time.monotonic()
         self._listener = _listen(host.port)
         self.port: int = self._listener.getsockname()[1]
@@ -59,6 +62,11 @@ class HubServer:
                 self._heard[member] = heard + stood_still
             elif now - heard > self._silence_s:
                 self._lose(member, "UNRESPONSIVE", f"nothing was heard of it for {self._silence_s:g} s")
+        for stream, came in list(self._strangers.items()):
+            if stood_still:
+                self._strangers[stream] = came + stood_still
+            elif now - came > self._silence_s:
+                self._drop(stream)
         return now + self._silence_s / 4
 
     def close(self) -> None:
@@ -74,19 +82,32 @@ class HubServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            stream = Stream(self._selector, connection, msg.ToHub, lambda message: None, lambda why: None)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._strangers:
+                    return
+                # Somebody floods us; the listener would be ready for ever. Members say at once who they are.
+                self._drop(next(iter(self._strangers)))
+                continue
+            stream = Stream(
+                self._selector, connection, msg.ToHub, lambda message: None, lambda why: None,
+                msg.MAX_STRANGER_BYTES,
+            )  # fmt: skip
+            self._strangers[stream] = time.monotonic()
             stream.on_message = partial(self._first, stream)
             stream.on_closed = partial(self._forget, stream)
             self._streams.add(stream)
 
     def _forget(self, stream: Stream, why: str) -> None:
         self._streams.discard(stream)
+        self._strangers.pop(stream, None)
 
     def _first(self, stream: Stream, message: msg.ToHub) -> None:
         """Take a connection's first message, which says what it is for."""
-        if isinstance(message, (msg.Join, msg.StoreJoin)) and hmac.compare_digest(message.token, self._token):
+        self._strangers.pop(stream, None)
+        if isinstance(message, (msg.Join, msg.StoreJoin)) and hmac.compare_digest(
+            message.token.encode(), self._token.encode()
+        ):
+            stream.trust()
             if isinstance(message, msg.Join):
                 self._join(stream, message)
             else:
@@ -96,7 +117,7 @@ class HubServer:
 
     def _drop(self, stream: Stream) -> None:
         stream.close()
-        self._streams.discard(stream)
+        self._forget(stream, "")
 
     def _open_store(self, stream: Stream) -> None:
         stream.on_message = partial(self._store_request, stream)

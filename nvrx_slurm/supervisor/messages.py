@@ -16,6 +16,8 @@ import msgspec
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Of one message. A value of the hub's store may be as large."""
+MAX_STRANGER_BYTES = 4096
+"""Of a connection's first message, before its token is known."""
 MAX_WHY = 500
 """Characters of a record's reason."""
 _LENGTH = struct.Struct("<I")
@@ -224,9 +226,15 @@ def frame(message: Message) -> bytes:
 
 
 class FrameReader(Generic[_T]):
-    """Cuts what arrives on a stream into messages of one union of types."""
+    """Cuts what arrives on a stream into messages of one union of types.
 
-    def __init__(self, kinds: Any) -> None:
+    Args:
+        kinds: the union.
+        most_bytes: of one message.
+    """
+
+    def __init__(self, kinds: Any, most_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.most_bytes = most_bytes
         self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._buffer = bytearray()
 
@@ -241,8 +249,8 @@ class FrameReader(Generic[_T]):
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > MAX_FRAME_BYTES:
-                    raise BadFrameError(f"a message of {length} bytes; {MAX_FRAME_BYTES} are accepted")
+                if length > self.most_bytes:
+                    raise BadFrameError(f"a message of {length} bytes; {self.most_bytes} are accepted")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
                     break
@@ -250,7 +258,7 @@ class FrameReader(Generic[_T]):
                 start = end
                 try:
                     message: _T = self._decode(body)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, RecursionError) as error:  # the second: nested too deep
                     raise BadFrameError(str(error)) from None
                 yield message
         finally:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from nvrx_slurm.supervisor.messages import BadFrameError, FrameReader, Message, frame
+from nvrx_slurm.supervisor.messages import MAX_FRAME_BYTES, BadFrameError, FrameReader, Message, frame
 
 _READ_BYTES = 256 * 1024
 MAX_UNSENT_BYTES = 256 * 2**20
@@ -24,6 +24,7 @@ class Stream:
         kinds: union of the messages that may come.
         on_message: called with each.
         on_closed: called once, with why, when the other side is gone or speaks something else.
+        most_bytes: of one message that comes; see :meth:`trust`.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class Stream:
         kinds: Any,
         on_message: Callable[[Any], None],
         on_closed: Callable[[str], None],
+        most_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._selector = selector
         self._socket = connection
-        self._reader: FrameReader[Any] = FrameReader(kinds)
+        self._reader: FrameReader[Any] = FrameReader(kinds, most_bytes)
         self.on_message = on_message
         self.on_closed = on_closed
         self._unsent = bytearray()
@@ -66,6 +68,10 @@ class Stream:
     @property
     def has_unsent(self) -> bool:
         return self.is_open and bool(self._unsent)
+
+    def trust(self) -> None:
+        """Take messages of any size that is allowed at all."""
+        self._reader.most_bytes = MAX_FRAME_BYTES
 
     def close(self) -> None:
         """Close; nobody is told."""

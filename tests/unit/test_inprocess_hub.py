@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
+import select
+import selectors
+import socket
+import struct
 from collections import defaultdict
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvrx_slurm.supervisor import messages as msg
 from nvrx_slurm.supervisor.hub import Hub, Phase
+from nvrx_slurm.supervisor.hub_server import HubServer
 from nvrx_slurm.supervisor.hub_store import HubStore
 
 
@@ -261,3 +270,87 @@ def test_the_store_adds_compares_deletes_and_says_what_is_wrong() -> None:
     assert ask("delete", "n", "gone").number == 1
     assert ask("count").number == 2
     assert "no operation" in ask("fly").error
+
+
+def test_numbers_that_are_wrong_end_all_ranks_instead_of_restarting_them_for_ever() -> None:
+    world = World(2)
+    world.enter_all({0: 0, 1: 0})
+    assert isinstance(world.last(0), msg.Dismiss)
+    assert world.last(1) == world.last(0)
+    assert "1 to none" in world.last(1).why
+
+
+# --- the hub on the network: whoever reaches its port ---------------------------------------------------
+
+
+class Served:
+    """A hub on a loop of this thread."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.server = HubServer(self.selector, msg.Host("right", 1), 60.0)
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        client = socket.create_connection(("localhost", self.server.port), timeout=60)
+        client.sendall(sent)
+        return client
+
+    def turn(self) -> None:
+        for key, _ in self.selector.select(0):
+            key.data()
+
+    def turn_until_ready(self, client: socket.socket) -> None:
+        while not select.select([client], [], [], 0.001)[0]:
+            self.turn()
+
+    def close(self) -> None:
+        self.server.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    hub = Served()
+    yield hub
+    hub.close()
+
+
+def _framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        msg.frame(msg.Join("wr\u00f6ng", 0, 1)),
+        msg.frame(msg.StoreJoin("")),
+        msg.frame(msg.Beat()),
+        _framed(b"\x95\xa4Join\xa0\x01\x01" + b"\x91" * 4000 + b"\x01"),  # lists in lists in lists
+        _framed(b"\x94\xa4Join\xa1\xff\x01\x01"),  # no UTF-8
+        struct.pack("<I", 1_000_000),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_who_does_not_know_the_token_is_cut_off_and_disturbs_nobody(served: Served, sent: bytes) -> None:
+    with served.connect(sent) as stranger, served.connect(msg.frame(msg.Join("right", 0, 1))) as member:
+        served.turn_until_ready(stranger)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        served.turn_until_ready(member)
+        assert member.recv(100) == msg.frame(msg.Joined())
+
+
+def test_connections_that_say_nothing_keep_nobody_out(served: Served) -> None:
+    """They are the first to go when there are no descriptors left, and go by themselves in the end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    silent = [served.connect() for _ in range(3)]
+    served.turn()
+    member = served.connect(msg.frame(msg.Join("right", 0, 1)))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (member.fileno() + 1, hard))
+        served.turn_until_ready(member)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert member.recv(100) == msg.frame(msg.Joined())
+    for client in (*silent, member):
+        client.close()
