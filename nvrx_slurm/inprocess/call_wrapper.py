@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -39,6 +41,9 @@ class CallWrapper:
         """What the restart took that began this iteration; None in the first one."""
         self.lock = threading.RLock()
         self._words: memoryview[int] | list[int] = page.words
+        self.is_copy = False
+        """This is a process that the function has forked: it takes no part."""
+        _alive.add(self)
 
     @property
     def base_store(self) -> HubStore:
@@ -82,6 +87,20 @@ class CallWrapper:
         """Begin the time-outs anew; pings are not expected until the next one."""
         self._words[Word.PING] = 0
         self._words[Word.SINCE] = _clock()
+
+
+_alive: weakref.WeakSet[CallWrapper] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: its pings are no progress of the rank, and no thread releases the lock here."""
+    for call in _alive:
+        call.is_copy = True
+        call.end()
+        call.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Atomic:

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,10 @@ import torch.distributed as dist
 from nvrx_slurm.inprocess import injection
 from nvrx_slurm.inprocess.abort import AbortTorchDistributed, forget_attempts
 from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
+from nvrx_slurm.inprocess.bounded import call_with_timeout
 from nvrx_slurm.inprocess.call_wrapper import CallWrapper, release_all
-from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError, RankShouldRestart
+from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError
+from nvrx_slurm.inprocess.exception_summary import drop_locals, exc_info, summary
 from nvrx_slurm.inprocess.gloo_sockets import answer_gloo_listeners, shut_gloo_connections
 from nvrx_slurm.inprocess.job_report import leave_to_job, report_restart
 from nvrx_slurm.inprocess.link import Link, describe
@@ -89,11 +90,16 @@ class Engine:
             try:
                 self._begin()
                 result = self._iterate()
+            except _InCopy as copy:
+                # Sockets, store and supervisor are the parent's.
+                self._is_closed = True
+                outcome = copy.outcome
             except BaseException as error:
                 self._leave(error)
                 raise
-            self._complete()
-            return result
+            else:
+                self._complete()
+                return result
         finally:
             interrupted: BaseException | None = None
             # Ctrl-C may come anywhere in the cleaning up, which is then done again from the start.
@@ -104,6 +110,7 @@ class Engine:
                     interrupted = error
             if interrupted is not None:
                 raise interrupted
+        return outcome.result()
 
     def _close(self) -> None:
         """Clean up; called again if it did not come to its end."""
@@ -144,7 +151,7 @@ class Engine:
             self._link,
             self._user_code,
             self._call.lock,
-            self._abort,
+            self._abort_in_time,
             self._unblock,
             wrapper.hard_timeout.total_seconds(),
         )
@@ -189,6 +196,8 @@ class Engine:
         if link.is_interrupted:
             return Interrupted(None)
         outcome = self._user_code.run(self._user_section)
+        if self._call.is_copy:
+            raise _InCopy(outcome)
         self._phase(Phase.WAITING)
         if isinstance(outcome, Returned) and state.mode is not Mode.ACTIVE and not link.wait_any_completed():
             return Interrupted(None)
@@ -273,11 +282,11 @@ class Engine:
 
     def _report(self, error: BaseException | None) -> None:
         iteration = self._state.iteration
-        self._link.send(msg.Fault(iteration, Interruption.EXCEPTION.name, _summary(error)))
+        self._link.send(msg.Fault(iteration, Interruption.EXCEPTION.name, summary(error)))
         if error is not None:
             _log.warning(
-                "rank %d, iteration %d: %s", self._state.initial_rank, iteration, _summary(error),
-                exc_info=error,
+                "rank %d, iteration %d: %s", self._state.initial_rank, iteration, summary(error),
+                exc_info=exc_info(error),
             )  # fmt: skip
 
     def _barrier(self) -> msg.Release:
@@ -297,7 +306,12 @@ class Engine:
         name = "first" if is_first else str(state.iteration)
         used, self._assigned = self._assigned, self._store.part(f"nvrx/assignment/{name}")
         context = RankAssignmentCtx(state, self._assigned, set(terminated))
-        state = self._state = self._call.state = self._wrapper.rank_assignment(context).state
+        assigned = self._wrapper.rank_assignment(context)
+        if not isinstance(assigned, RankAssignmentCtx):
+            raise TypeError(
+                f"rank_assignment returned {type(assigned).__name__}: a RankAssignmentCtx is accepted"
+            )
+        state = self._state = self._call.state = assigned.state
         if not is_first:
             state.advance()
         state.set_distributed_vars()
@@ -325,6 +339,10 @@ class Engine:
         if self._wrapper.abort is not None:
             self._wrapper.abort(self._state.freeze())
 
+    def _abort_in_time(self) -> None:
+        """Abort, but go on without it once it has taken the hard time-out; a plug-in may hang."""
+        call_with_timeout(self._abort, self._wrapper.hard_timeout, "the abort")
+
     # --- the end -----------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
@@ -341,8 +359,8 @@ class Engine:
         """Tell the others, and clean up; called while ``error`` is on its way to the caller."""
         state = self._state
         self._phase(Phase.WAITING)
-        kind = "" if isinstance(error, RankDiscarded) else Interruption.BASE_EXCEPTION.name
-        self._link.send(msg.Leave(state.iteration, kind, _summary(error)))
+        kind = "" if issubclass(type(error), RankDiscarded) else Interruption.BASE_EXCEPTION.name
+        self._link.send(msg.Leave(state.iteration, kind, summary(error)))
         if self._monitor is not None:
             release_all(self._call.lock)
             self._link.notice()
@@ -351,9 +369,11 @@ class Engine:
                     self._link.wait_aborted(_ABORT_S)
             else:
                 with contextlib.suppress(Exception):
-                    self._abort()
+                    self._abort_in_time()
         state.mode = Mode.TERMINATED
         if self._wrapper.terminate is not None:
+            # It has its bound: nobody else would end a process that the job has given up.
+            self._phase(Phase.RECOVERY)
             try:
                 self._wrapper.terminate(state.freeze())
             except Exception as failure:
@@ -361,35 +381,25 @@ class Engine:
 
     def _drop_locals(self) -> None:
         """Let go of what the frames of the interrupted function hold: models, tensors, process groups."""
-        pending, self._error = [self._error], None
-        seen: set[int] = set()
-        while pending:
-            one = pending.pop()
-            if one is not None and id(one) not in seen:
-                seen.add(id(one))
-                traceback.clear_frames(one.__traceback__)
-                pending += [one.__cause__, one.__context__]
+        error, self._error = self._error, None
+        drop_locals(error)
 
     def _phase(self, phase: Phase) -> None:
         self._link.page.set_phase(phase, time.monotonic_ns())
+
+
+class _InCopy(BaseException):
+    """The function has forked this process, and its code has come to its end here, too."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
 
 
 def _check_health(check: Callable[[FrozenState], Any], frozen: FrozenState) -> None:
     try:
         check(frozen)
     except Exception as error:
-        if isinstance(error, HealthCheckError):
+        if issubclass(type(error), HealthCheckError):
             raise
         raise HealthCheckError(str(error) or type(error).__name__) from error
-
-
-def _summary(error: BaseException | None) -> str:
-    """Return type and message; nothing that an exception's own code does wrong comes out."""
-    if error is None:
-        return ""
-    try:
-        text = str(error)
-    except Exception:
-        text = ""
-    name = "RankShouldRestart" if isinstance(error, RankShouldRestart) else type(error).__name__
-    return (f"{name}: {text}" if text else name)[: msg.MAX_WHY]

@@ -34,10 +34,18 @@ _clear_async_exc = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void
 class Returned:
     value: Any
 
+    def result(self) -> Any:
+        """Return or raise what the function did."""
+        return self.value
+
 
 @dataclass(frozen=True)
 class Raised:
     error: BaseException
+
+    def result(self) -> Any:
+        """As above."""
+        raise self.error
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class Interrupted:
     """By us, or the function raised ``RankShouldRestart`` itself."""
 
     error: RankShouldRestart | None
+
+    def result(self) -> Any:
+        """As above."""
+        raise self.error or RankShouldRestart()
 
 
 Outcome = Returned | Raised | Interrupted
@@ -61,6 +73,7 @@ class UserCode:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
+        self._process = os.getpid()
         self._armed = False
         self._raising = False
 
@@ -90,7 +103,8 @@ class UserCode:
 
     def _disarm(self) -> None:
         self._armed = False
-        while self._raising:
+        # The thread that raises is not there in a process that the function has forked.
+        while self._raising and os.getpid() == self._process:
             time.sleep(0)
         _clear_async_exc(self._thread, None)
 

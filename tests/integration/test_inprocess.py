@@ -20,8 +20,7 @@ _HANGS = {
     "progress_watchdog_interval": 0.1,
 }
 """Time-outs of the wrapper, seconds; all others are far away."""
-
-
+_SOON = {**_HANGS, "hard_timeout": 2.0}
 _SILENCE = {"heartbeat_interval": 0.3, "heartbeat_timeout": 3.0}
 
 
@@ -345,3 +344,40 @@ def test_a_rank_that_dies_while_a_group_is_being_made_takes_no_other_along(ranks
         # A slow one may be interrupted before its function begins.
         assert rank.entered[-1] == 2
         assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 20
+
+
+def test_an_exception_that_cannot_be_told_is_an_exception_like_all_others(ranks: Scenarios) -> None:
+    """Attributes that raise, text without UTF-8, and a KeyboardInterrupt in ``__str__``."""
+    done = ranks.run([(1, "unreadable")], [(0, "untellable")], world_size=2)
+    all_returned(done)
+    assert [rank.entered for rank in done] == [[0, 1, 2]] * 2
+
+
+def test_a_process_that_the_function_forks_takes_no_part(ranks: Scenarios) -> None:
+    """What leaves the function there ends that process, and nothing of this rank's."""
+    done = ranks.run([(1, "fork")], world_size=2)
+    all_returned(done)
+    assert done[1].one("forked")["exit"] == 3
+    assert done[0].records(1) == {(1, "EXCEPTION")}
+    assert done[1].all("terminate") == []
+
+
+def test_a_rank_whose_abort_and_terminate_hang_is_killed_and_holds_up_nobody(ranks: Scenarios) -> None:
+    """The abort is left behind at the hard time-out, terminate ends the process then."""
+    done = ranks.run([(1, "exit")], hang_abort=[(0, 1)], hang_terminate=[(0, 1)], times=_SOON)
+    all_returned(done, 2)
+    assert done[1].exit == -15
+    assert len(done[1].all("terminate")) == 1
+
+
+@pytest.mark.parametrize("fault", ["keeps", "nothing"])
+def test_a_rank_assignment_that_is_wrong_ends_all_ranks(ranks: Scenarios, fault: str) -> None:
+    """It would be as wrong in the next iteration, and they would restart for ever."""
+    nothing = [(0, rank) for rank in range(3)] if fault == "nothing" else []
+    done = ranks.run([(1, "sigkill")], keeps_numbers=True, nothing_assignment=nothing)
+    for rank in done if nothing else done[::2]:
+        raised = rank.one("raised")
+        assert raised["type"] == ("TypeError" if nothing else "InternalError")
+        assert (
+            "a RankAssignmentCtx is accepted" in raised["text"] if nothing else "1 to none" in raised["text"]
+        )

@@ -67,6 +67,21 @@ class TwoArguments(Exception):
         self.lock = threading.Lock()
 
 
+class Unreadable(Exception):
+    """Whatever is asked of it raises, and its text has no UTF-8."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ValueError(name)
+
+    def __str__(self) -> str:
+        return "\ud800"
+
+
+class Untellable(Exception):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
 def seconds(value: float) -> timedelta:
     return timedelta(seconds=value)
 
@@ -111,6 +126,12 @@ def inject(
             raise ValueError(f"injected on {rank}")
         case "uncopyable":
             raise TwoArguments("can't", "be copied")
+        case "unreadable":
+            raise Unreadable
+        case "untellable":
+            raise Untellable
+        case "fork":
+            _fork(report)
         case "restart":
             raise RankShouldRestart("the function asks for it")
         case "exit":
@@ -148,6 +169,16 @@ def inject(
             raise AssertionError(kind)
 
 
+def _fork(report: Report) -> None:
+    """Have a forked process leave the function by an exception, then raise one here, too."""
+    child = os.fork()
+    if child == 0:
+        raise SystemExit(3)
+    _, status = os.waitpid(child, 0)
+    report("forked", exit=os.waitstatus_to_exitcode(status))
+    raise ValueError("injected after the fork")
+
+
 def _kill_supervisor_of(rank: int) -> None:
     with open(_pidfile(rank)) as file:
         os.kill(int(file.read()), signal.SIGKILL)
@@ -169,6 +200,8 @@ class Failing:
         self.name, self.report = name, report
         self.at = {tuple(at) for at in plan.get(f"fail_{name}", ())}
         self.is_transient = plan.get("transient", False)
+        self.hangs_at = {tuple(at) for at in plan.get(f"hang_{name}", ())}
+        self.returns_nothing_at = {tuple(at) for at in plan.get(f"nothing_{name}", ())}
 
     def __call__(self, state: Any) -> Any:
         who = getattr(state, "state", state)
@@ -180,7 +213,9 @@ class Failing:
             if self.is_transient:
                 self.at.discard(here)
             raise ValueError(f"{self.name} fails")
-        return state
+        if here in self.hangs_at:
+            _C.pause()
+        return None if here in self.returns_nothing_at else state
 
 
 class FailingInitialize(Failing, initialize.Initialize): ...
@@ -239,6 +274,9 @@ def wrapper_for(plan: dict[str, Any], report: Report) -> Wrapper:
 def _assignment(plan: dict[str, Any], report: Report) -> dict[str, Any]:
     if "active_world_size" in plan.get("wrapper", {}) or "granularity" in plan.get("wrapper", {}):
         return {}
+    if plan.get("keeps_numbers"):
+        failing = FailingAssignment("assignment", plan, report)
+        return {"rank_assignment": Compose(failing, rank_assignment.ActivateAllRanks())}
     return {
         "rank_assignment": Compose(
             rank_assignment.ActivateAllRanks(),
@@ -579,10 +617,13 @@ def rank_main(request: dict[str, Any], rank: int, port: int, fd: int) -> int:
         file.write(str(os.getpid()))
     report = Report(fd)
     code = 1
+    pid = os.getpid()
     try:
         SCENARIOS[request["scenario"]](request["plan"], report)
         code = 0
     except SystemExit as error:
+        if os.getpid() != pid:
+            os._exit(error.code)
         report("raised", type="SystemExit", text=str(error), cause="")
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
