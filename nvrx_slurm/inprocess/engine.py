@@ -88,8 +88,7 @@ class Engine:
         try:
             link.start()
             try:
-                self._begin()
-                result = self._iterate()
+                result = self._iterate() if self._begin() else None
             except _InCopy as copy:
                 # Sockets, store and supervisor are the parent's.
                 self._is_closed = True
@@ -129,15 +128,18 @@ class Engine:
 
     # --- before the first iteration ----------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Meet the others; False: their call has ended without this rank."""
         wrapper, state = self._wrapper, self._state
         self._link.page.words[Word.MAIN_THREAD] = threading.get_native_id()
         # Kept until all have read from it.
         meeting_store = wrapper.store_factory(**wrapper.store_kwargs)
-        meeting = meet(self._link, meeting_store, state.rank, state.world_size)
+        meeting = meet(self._link, meeting_store, state.rank, state.world_size, wrapper.rejoin)
         self._store = HubStore(meeting.addresses, meeting.token, timeout=wrapper.barrier_timeout)
         self._call = CallWrapper(wrapper, state, self._link.page, self._store)
         self._closers = [self._store.close, self._call.end]
+        if wrapper.rejoin:
+            self._meeting_store = meeting_store
         barrier_s = wrapper.barrier_timeout.total_seconds()
         if not self._link.wait_joined(barrier_s):
             raise BarrierTimeout(
@@ -145,7 +147,15 @@ class Engine:
             )
         self._signature = inspect.signature(self._function)
         self._injected = injection.parameters_of_type(self._function, CallWrapper)
-        self._assign(frozenset())
+        if self._link.is_queued:
+            admitted = self._link.wait_admitted()
+            if admitted is None:
+                return False
+            state.rank, state.iteration = admitted.rank, admitted.release.iteration
+            state.world_size = admitted.world_size - admitted.release.joined
+            self._assign(admitted.release)
+        else:
+            self._assign(None)
         self._user_code = UserCode()
         self._monitor = MonitorThread(
             self._link,
@@ -156,6 +166,7 @@ class Engine:
             wrapper.hard_timeout.total_seconds(),
         )
         self._monitor.start()
+        return True
 
     def _supervisor_settings(self) -> Settings:
         wrapper, rank = self._wrapper, self._state.initial_rank
@@ -265,7 +276,7 @@ class Engine:
         barrier_s = watch.lap()
         self._phase(Phase.RECOVERY)
         iteration = state.iteration
-        self._assign(frozenset(release.terminated))
+        self._assign(release)
         state = self._state
         self._collect_garbage()
         assignment_s = watch.lap()
@@ -298,21 +309,27 @@ class Engine:
             raise BarrierTimeout(f"not all ranks were ready to restart within {limit_s:g} s")
         return release
 
-    def _assign(self, terminated: frozenset[int]) -> None:
-        """Give this rank its numbers for the next iteration."""
+    def _assign(self, release: msg.Release | None) -> None:
+        """Give this rank its numbers for the next iteration; None: for the first one."""
         state = self._state
-        is_first = self._assigned is None
+        joined = range(state.world_size, state.world_size + (release.joined if release else 0))
+        if joined:
+            state.world_size = joined.stop
+            # No filter lets it grow.
+            state.active_world_size = None
         # Before the first iteration, and after each: every assignment has keys of its own.
-        name = "first" if is_first else str(state.iteration)
+        name = str(state.iteration) if release else "first"
         used, self._assigned = self._assigned, self._store.part(f"nvrx/assignment/{name}")
-        context = RankAssignmentCtx(state, self._assigned, set(terminated))
+        context = RankAssignmentCtx(
+            state, self._assigned, set(release.terminated if release else ()), frozenset(joined)
+        )
         assigned = self._wrapper.rank_assignment(context)
         if not isinstance(assigned, RankAssignmentCtx):
             raise TypeError(
                 f"rank_assignment returned {type(assigned).__name__}: a RankAssignmentCtx is accepted"
             )
         state = self._state = self._call.state = assigned.state
-        if not is_first:
+        if release:
             state.advance()
         state.set_distributed_vars()
         # Two barriers have passed since: nobody reads them any more. Mostly there are none.

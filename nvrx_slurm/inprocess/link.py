@@ -49,6 +49,9 @@ class Link:
         self._changed = threading.Condition()
         self._iteration = -1
         self._joined = False
+        self.is_queued = False
+        """The others have begun without this rank."""
+        self._admitted: msg.Admitted | None = None
         self._port = 0
         self._interrupt: msg.Interrupt | None = None
         self._interrupted_at = 0.0
@@ -111,13 +114,13 @@ class Link:
 
     # --- finding the hub ---------------------------------------------------------------------------------
 
-    def host(self, token: str, world_size: int) -> int:
+    def host(self, token: str, world_size: int, rejoin: bool) -> int:
         """Have the supervisor run the hub; return its port.
 
         Raises:
             InternalError: it can't.
         """
-        self.send(msg.Host(token, world_size))
+        self.send(msg.Host(token, world_size, rejoin=rejoin))
         self._wait(lambda: self._port > 0, _START_TIMEOUT_S, "to start the supervisor")
         return self._port
 
@@ -126,12 +129,21 @@ class Link:
         self.send(msg.Connect(addresses, join))
 
     def wait_joined(self, timeout_s: float) -> bool:
-        """Wait until all ranks have joined; False: they have not in time.
+        """Wait until all ranks have joined, or have begun already; False: they have not in time.
 
         Raises:
             InternalError: they never will.
         """
-        return self._wait(lambda: self._joined, timeout_s)
+        return self._wait(lambda: self._joined or self.is_queued, timeout_s)
+
+    def wait_admitted(self) -> msg.Admitted | None:
+        """Wait until the next iteration begins, for a rank that came later; None: the call has ended.
+
+        Raises:
+            InternalError: there is no hub any more.
+        """
+        self._wait(lambda: self._admitted is not None or self._done >= 0, None)
+        return self._admitted
 
     # --- iterations --------------------------------------------------------------------------------------
 
@@ -272,6 +284,10 @@ class Link:
                     self._port = message.port
                 case msg.Joined():
                     self._joined = True
+                case msg.Queued():
+                    self.is_queued = True
+                case msg.Admitted():
+                    self._admitted = message
                 case msg.Interrupt():
                     self._interrupt = message
                     self._interrupted_at = time.monotonic()

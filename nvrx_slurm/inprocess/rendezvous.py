@@ -26,7 +26,7 @@ class Meeting(msgspec.Struct, frozen=True):
     token: str
 
 
-def meet(link: Link, store: Any, rank: int, world_size: int) -> Meeting:
+def meet(link: Link, store: Any, rank: int, world_size: int, rejoin: bool) -> Meeting:
     """Have rank 0's supervisor run the hub, and every rank's join it.
 
     Args:
@@ -34,15 +34,16 @@ def meet(link: Link, store: Any, rank: int, world_size: int) -> Meeting:
         store: of any kind that torch has; rank 0 writes one key.
         rank: of this process.
         world_size: of all.
+        rejoin: this may be a process that comes later, in place of a lost one.
 
     Raises:
         InternalError: the hub can't be started.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"nvrx_inprocess/{attempt}/{next(_calls)}"
-    if rank == 0:
+    if rank == 0 and not (rejoin and store.check([key])):
         token = secrets.token_hex(16)
-        port = link.host(token, world_size)
+        port = link.host(token, world_size, rejoin)
         meeting = Meeting(tuple((host, port) for host in _own_hosts()), token)
         store.set(key, msgspec.json.encode(meeting).decode())
     else:

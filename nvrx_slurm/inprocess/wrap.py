@@ -77,6 +77,8 @@ class Wrapper:
         granularity: ``"node"``: when a rank is lost, the other ranks of its node leave, too.
         active_world_size: at most so many ranks run the function, the others are spares.
         max_rank_faults: a rank whose function has raised more often leaves.
+        rejoin: a process that is started in place of a lost rank, with its environment, takes part from the
+            next iteration on; the store of ``store_factory`` must outlive ranks for that, as a file does.
         empty_cuda_cache: give unused GPU memory of torch's allocator back in every restart.
 
     Raises:
@@ -114,6 +116,7 @@ class Wrapper:
         active_world_size: int | None = None,
         max_rank_faults: int | None = None,
         empty_cuda_cache: bool = False,
+        rejoin: bool = False,
     ) -> None:
         given = dict(locals())
         del given["self"], given["store_factory"], given["store_kwargs"]
@@ -152,6 +155,7 @@ class Wrapper:
         self.monitor_process_logfile = monitor_process_logfile
         self.monitor_process_pidfile = monitor_process_pidfile
         self.enabled = enabled
+        self.rejoin = rejoin
         self.completion = completion
         self.terminate = terminate
         self._max_rank_faults = max_rank_faults

@@ -7,6 +7,9 @@ Events of members go in, messages to members come out; no clock, no I/O. There i
   released into the next iteration. Faults of this time go with the release.
 * *done*: every member has completed. Nothing that happens later matters.
 
+Where members may rejoin, one that comes after the beginning waits: it interrupts nobody, and takes part from
+the next iteration on, if the one in whose place it comes is gone by then.
+
 A member that is lost between a release and its entry has no rank yet that others know. It needs none: when
 all others have entered, a rank that nobody has is a lost one.
 """
@@ -35,6 +38,7 @@ class Phase(enum.Enum):
 @dataclass
 class _Member:
     rank: int
+    initial_rank: int
     entered: bool = False
     arrived: bool = False
     completed: bool = False
@@ -47,13 +51,18 @@ class Hub:
     Args:
         world_size: members that must join before the first iteration.
         send: tells a member something.
+        may_rejoin: take members in after the beginning, in place of those that are lost.
     """
 
-    def __init__(self, world_size: int, send: Send) -> None:
+    def __init__(self, world_size: int, send: Send, may_rejoin: bool = False) -> None:
         self.phase = Phase.JOINING
         self.iteration = 0
         self._world_size = world_size
         self._send = send
+        self._may_rejoin = may_rejoin
+        self._next_member = world_size
+        self._waiting: dict[int, int] = {}
+        """Initial ranks of the members that take part from the next iteration on."""
         self._members: dict[int, _Member] = {}
         self._records: list[msg.Record] = []
         self._recorded: set[tuple[int, str]] = set()
@@ -74,33 +83,44 @@ class Hub:
 
     def refusal(self, join: msg.Join) -> str:
         """Return why this member can't join; empty: it can."""
-        if self.phase is not Phase.JOINING:
+        if self.phase is Phase.DONE:
+            return "the call has ended"
+        if self.phase is not Phase.JOINING and not self._may_rejoin:
             return "the call has begun without it"
         if not 0 <= join.member < self._world_size:
             return f"there are {self._world_size} ranks, this is rank {join.member}"
         if join.world_size != self._world_size:
             return f"WORLD_SIZE is {join.world_size} on rank {join.member}, but {self._world_size} on rank 0"
-        if join.member in self._members or join.member in self._left:
+        if self.phase is Phase.JOINING and (join.member in self._members or join.member in self._left):
             return f"there is a rank {join.member} already"
         return ""
 
-    def join(self, member: int) -> None:
-        """Take a member in; it has not been refused."""
-        self._members[member] = _Member(rank=member)
-        self._check_joined()
+    def number(self, initial_rank: int) -> int:
+        """Return the number of the member that joins next, which nobody else ever has."""
+        if self.phase is Phase.JOINING:
+            return initial_rank
+        self._next_member += 1
+        return self._next_member - 1
+
+    def join(self, member: int, initial_rank: int) -> None:
+        """Take a member in by its number; it has not been refused."""
+        if self.phase is Phase.JOINING:
+            self._members[member] = _Member(member, initial_rank)
+            self._check_joined()
+        else:
+            self._waiting[member] = initial_rank
+            self._send(member, msg.Queued())
 
     def handle(self, member: int, message: msg.MemberMessage) -> None:
         """Take what a member says. What comes from one that is gone, or of a former iteration, is ignored."""
-        state = self._members.get(member)
-        if state is None:
-            return
         if isinstance(message, msg.Leave):
             self._remove(member, message.kind, message.why)
             return
         if isinstance(message, msg.Beat):
             self._send(member, message)
             return
-        if message.iteration != self.iteration or self.phase in (Phase.JOINING, Phase.DONE):
+        state = self._members.get(member)
+        if state is None or message.iteration != self.iteration or self.phase in (Phase.JOINING, Phase.DONE):
             return
         match message:
             case msg.Enter():
@@ -198,9 +218,24 @@ class Hub:
         known = {record.rank for record in self._records}
         kind, why = self._gone_early[0] if self._gone_early else ("TERMINATED", "")
         records = [*self._records, *(msg.Record(rank, kind, why) for rank in terminated if rank not in known)]
-        release = msg.Release(self.iteration, tuple(terminated), tuple(records))
+        joining = self._joining()
+        release = msg.Release(self.iteration, tuple(terminated), tuple(records), len(joining))
+        size = self._expected
         self._begin_next()
         self._tell_all(release)
+        for rank, member in enumerate(joining, size):
+            self._members[member] = _Member(rank, self._waiting.pop(member))
+            self._send(member, msg.Admitted(rank, size + len(joining), release))
+
+    def _joining(self) -> list[int]:
+        """Return who has waited, one for each initial rank that is gone."""
+        there = {state.initial_rank for state in self._members.values()}
+        joining = []
+        for member, initial_rank in self._waiting.items():
+            if initial_rank not in there:
+                there.add(initial_rank)
+                joining.append(member)
+        return joining
 
     def _begin_next(self) -> None:
         self.iteration += 1
@@ -216,8 +251,11 @@ class Hub:
         if self.phase is Phase.RUNNING and self._members and self._completed == len(self._members):
             self.phase = Phase.DONE
             self._tell_all(msg.Done(self.iteration))
+            for member in self._waiting:
+                self._send(member, msg.Done(self.iteration))
 
     def _remove(self, member: int, kind: str, why: str) -> None:
+        self._waiting.pop(member, None)
         state = self._members.pop(member, None)
         if state is None:
             return
@@ -237,6 +275,8 @@ class Hub:
             self._gone_early.append((kind or "TERMINATED", why))
             self._check_entered()
         self._check_arrived()
+        if not self._members:
+            self._dismiss(self._waiting, "no rank is left")
 
     def _dismiss(self, members: Iterable[int], why: str) -> None:
         for member in list(members):

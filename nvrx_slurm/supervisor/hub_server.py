@@ -33,7 +33,7 @@ class HubServer:
         self._selector = selector
         self._token = host.token
         self._silence_s = silence_s
-        self._hub = Hub(host.world_size, self._tell)
+        self._hub = Hub(host.world_size, self._tell, host.rejoin)
         self._store = HubStore()
         self._members: dict[int, Stream] = {}
         self._heard: dict[int, float] = {}
@@ -138,13 +138,13 @@ class HubServer:
             stream.send(msg.Dismiss(refusal))
             stream.on_message = lambda message: None
             return
-        member = join.member
+        member = self._hub.number(join.member)
         stream.on_message = partial(self._member_said, member)
         stream.on_closed = partial(self._member_gone, member, stream)
         self._members[member] = stream
         self._heard[member] = time.monotonic()
         self._was_joined = True
-        self._hub.join(member)
+        self._hub.join(member, join.member)
 
     def _member_said(self, member: int, message: msg.ToHub) -> None:
         self._heard[member] = time.monotonic()

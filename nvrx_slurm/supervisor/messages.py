@@ -95,6 +95,10 @@ class Joined(Message, frozen=True):
     """All members are there."""
 
 
+class Queued(Message, frozen=True):
+    """The call has begun: the member takes part from the next iteration on that begins."""
+
+
 class Record(Message, frozen=True):
     """What happened to one rank."""
 
@@ -125,6 +129,17 @@ class Release(Message, frozen=True):
     terminated: tuple[int, ...]
     """Ranks that are no more."""
     records: tuple[Record, ...]
+    joined: int = 0
+    """How many take part from the next iteration on; numbered after all ranks of this one."""
+
+
+class Admitted(Message, frozen=True):
+    """To one of those: the release, and its own number."""
+
+    rank: int
+    world_size: int
+    """With the terminated and all that have joined."""
+    release: Release
 
 
 class AnyCompleted(Message, frozen=True):
@@ -155,6 +170,8 @@ class Host(Message, frozen=True):
     world_size: int
     port: int = 0
     """0: any."""
+    rejoin: bool = False
+    """Members may join later in place of lost ones."""
 
 
 class Hosting(Message, frozen=True):
@@ -204,11 +221,13 @@ class StoreReply(Message, frozen=True):
 MemberMessage = Enter | Fault | Arrive | Stuck | Complete | Leave | Beat
 ToHub = Join | Enter | Fault | Arrive | Stuck | Complete | Leave | Beat | StoreJoin | StoreRequest
 FromHub = (
-    Joined | Interrupt | OthersWait | Release | AnyCompleted | Done | Dismiss | Beat | StoreReply
+    Joined | Queued | Admitted | Interrupt | OthersWait | Release | AnyCompleted | Done | Dismiss
+    | Beat | StoreReply
 )  # fmt: skip
 ToSupervisor = Host | Connect | Enter | Fault | Arrive | Complete | Leave | Goodbye
 FromSupervisor = (
-    Hosting | HubLost | Joined | Interrupt | OthersWait | Release | AnyCompleted | Done | Dismiss
+    Hosting | HubLost | Joined | Queued | Admitted | Interrupt | OthersWait | Release | AnyCompleted
+    | Done | Dismiss
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -285,6 +285,32 @@ def test_what_a_call_wrapper_offers_and_what_a_wrapped_function_refuses(ranks: S
         assert aborted["t"] > end["t"]
 
 
+def test_processes_in_place_of_lost_ranks_bring_the_world_back_to_its_size(ranks: Scenarios) -> None:
+    """``rejoin``: of the rank whose supervisor runs the hub, too."""
+    done = ranks.run(world_size=4, scenario="rejoining", killed=[0, 2], replace=True)
+    assert [rank.exit for rank in done] == [-9, 0, -9, 0, 0, 0]
+    left = [done[number] for number in (1, 3, 4, 5)]
+    # Numbered after those that stayed, in the order of their coming.
+    assert [rank.one("returned")["value"] for rank in left[:2]] == ["0", "1"]
+    assert {rank.one("returned")["value"] for rank in left[2:]} == {"2", "3"}
+    for rank in left:
+        assert rank.one("reduced")["value"] == 4.0
+        assert rank.entered[-1] == done[1].entered[-1]
+        assert rank.all("enter")[-1]["world_size"] == "4"
+        assert len(rank.all("completion")) == 1
+    assert done[1].all("enter")[1]["world_size"] < "4"
+
+
+def test_who_comes_in_place_of_another_holds_up_no_end(ranks: Scenarios) -> None:
+    """A call that ends without any further restart: the process returns as a spare does."""
+    done = ranks.run(world_size=2, scenario="rejoining", killed=[0], replace=True, ends=True)
+    assert [rank.exit for rank in done] == [-9, 0, 0]
+    assert done[1].one("returned")["value"] == "0"
+    assert done[1].entered == [0, 1]
+    assert done[2].one("returned")["value"] is None
+    assert done[2].entered == []
+
+
 def test_what_users_count_on(ranks: Scenarios, tmp_path: Path) -> None:
     """The rest of the behaviours that NVIDIA's tests ask for, in single calls of one after the other."""
     fails = [

@@ -25,14 +25,14 @@ from nvrx_slurm.supervisor.hub_store import HubStore
 class World:
     """A hub whose members do what the protocol asks of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, may_rejoin: bool = False) -> None:
         self.told: dict[int, list[msg.Message]] = defaultdict(list)
-        self.hub = Hub(size, lambda member, message: self.told[member].append(message))
+        self.hub = Hub(size, lambda member, message: self.told[member].append(message), may_rejoin)
         self.size = size
         for member in range(size):
             join = msg.Join("", member, size)
             assert self.hub.refusal(join) == ""
-            self.hub.join(member)
+            self.hub.join(member, member)
 
     def enter_all(self, ranks: dict[int, int] | None = None) -> None:
         ranks = {member: member for member in range(self.size)} if ranks is None else ranks
@@ -46,9 +46,9 @@ class World:
 def test_nobody_begins_before_all_have_joined() -> None:
     told: list[tuple[int, msg.Message]] = []
     hub = Hub(2, lambda member, message: told.append((member, message)))
-    hub.join(0)
+    hub.join(0, 0)
     assert told == []
-    hub.join(1)
+    hub.join(1, 1)
     assert told == [(0, msg.Joined()), (1, msg.Joined())]
 
 
@@ -56,7 +56,7 @@ def test_a_member_that_does_not_fit_is_refused_with_the_reason() -> None:
     hub = Hub(2, lambda member, message: None)
     assert "WORLD_SIZE is 3 on rank 1, but 2" in hub.refusal(msg.Join("", 1, 3))
     assert "this is rank 2" in hub.refusal(msg.Join("", 2, 2))
-    hub.join(0)
+    hub.join(0, 0)
     assert "already" in hub.refusal(msg.Join("", 0, 2))
 
 
@@ -64,8 +64,8 @@ def test_who_waits_for_the_others_learns_that_one_has_left_before_it_joined() ->
     world = World.__new__(World)
     world.told = defaultdict(list)
     world.hub = Hub(3, lambda member, message: world.told[member].append(message))
-    world.hub.join(0)
-    world.hub.join(1)
+    world.hub.join(0, 0)
+    world.hub.join(1, 1)
     world.hub.lose(1, "TERMINATED", "killed")
     assert world.told[0] == [msg.Dismiss("rank 1 left before all had joined: killed")]
 
@@ -121,6 +121,71 @@ def test_a_member_that_leaves_because_its_rank_is_discarded_interrupts_nobody() 
     assert world.hub.phase is Phase.RUNNING
 
 
+def late(world: World, initial_rank: int) -> int:
+    """Have a member come after the beginning; return its number."""
+    assert world.hub.refusal(msg.Join("", initial_rank, world.size)) == ""
+    member = world.hub.number(initial_rank)
+    world.hub.join(member, initial_rank)
+    return member
+
+
+def test_who_comes_in_place_of_a_lost_rank_takes_part_from_the_next_iteration_on() -> None:
+    world = World(3, may_rejoin=True)
+    world.enter_all()
+    world.hub.lose(1, "TERMINATED", "")
+    for member in (0, 2):
+        world.hub.handle(member, msg.Arrive(0))
+    world.enter_all({0: 0, 2: 1})
+    told = dict(world.told)
+    new = late(world, 1)
+    # It interrupts nobody, and the hub answers its heartbeat.
+    assert {member: world.told[member] for member in (0, 1, 2)} == told
+    world.hub.handle(new, msg.Beat())
+    assert world.told[new] == [msg.Queued(), msg.Beat()]
+    world.hub.handle(2, msg.Fault(1, "EXCEPTION"))
+    world.hub.lose(0, "TERMINATED", "")
+    world.hub.handle(2, msg.Arrive(1))
+    records = (msg.Record(1, "EXCEPTION"), msg.Record(0, "TERMINATED"))
+    release = msg.Release(1, (0,), records, joined=1)
+    assert world.last(2) == release
+    assert world.last(new) == msg.Admitted(2, 3, release)
+    world.enter_all({2: 0, new: 1})
+    for member in (2, new):
+        world.hub.handle(member, msg.Complete(2))
+    assert world.last(new) == msg.Done(2)
+    assert "has ended" in world.hub.refusal(msg.Join("", 0, 3))
+
+
+def test_two_in_one_place_never_take_part_together() -> None:
+    world = World(2, may_rejoin=True)
+    world.enter_all()
+    # The one in whose place they come is still there, for all that is known.
+    first, second = late(world, 1), late(world, 1)
+    world.hub.handle(0, msg.Fault(0, "EXCEPTION"))
+    for member in (0, 1):
+        world.hub.handle(member, msg.Arrive(0))
+    assert world.last(0) == msg.Release(0, (), (msg.Record(0, "EXCEPTION"),))
+    world.enter_all({0: 0, 1: 1})
+    world.hub.lose(1, "UNRESPONSIVE", "")
+    world.hub.handle(0, msg.Arrive(1))
+    assert isinstance(world.last(first), msg.Admitted)
+    assert world.last(second) == msg.Queued()
+    world.enter_all({0: 0, first: 1})
+    for member in (0, first):
+        world.hub.handle(member, msg.Complete(2))
+    # A call that is over needs no more ranks.
+    assert world.last(second) == msg.Done(2)
+
+
+def test_who_waits_for_an_iteration_that_never_comes_is_told_so() -> None:
+    world = World(1, may_rejoin=True)
+    world.enter_all()
+    new = late(world, 0)
+    world.hub.lose(0, "TERMINATED", "")
+    assert world.last(new) == msg.Dismiss("no rank is left")
+    assert "begun without it" in World(1).hub.refusal(msg.Join("", 0, 1))
+
+
 def test_all_complete_or_all_restart() -> None:
     world = World(2)
     world.enter_all()
@@ -164,15 +229,18 @@ def test_nobody_is_told_so_while_none_waits() -> None:
 @settings(max_examples=200, deadline=None)
 @given(size=st.integers(1, 6), seed=st.integers(0, 10**6), faults=st.integers(0, 12))
 def test_whatever_happens_all_that_are_left_go_on_or_end_together(size: int, seed: int, faults: int) -> None:
-    """Members follow the protocol in random order, and faults and deaths happen at random moments."""
+    """Members follow the protocol in random order; faults, deaths, replacements come at random moments."""
     chance = random.Random(seed)
-    world = World(size)
+    world = World(size, may_rejoin=True)
     alive = set(range(size))
     rank = {member: member for member in range(size)}
     state = dict.fromkeys(alive, "enter")
     iteration = dict.fromkeys(alive, 0)
     size_now = dict.fromkeys(alive, size)
-    read = dict.fromkeys(range(size), 0)
+    read: dict[int, int] = defaultdict(int)
+    replaced: list[int] = []
+    """Initial ranks of those that died and have nobody in their place."""
+    initial = {member: member for member in range(size)}
 
     def hear(member: int) -> None:
         while read[member] < len(world.told[member]):
@@ -188,10 +256,16 @@ def test_whatever_happens_all_that_are_left_go_on_or_end_together(size: int, see
                     assert rank[member] not in message.terminated
                     before = sum(dead < rank[member] for dead in message.terminated)
                     rank[member] -= before
-                    size_now[member] -= len(message.terminated)
+                    size_now[member] += message.joined - len(message.terminated)
                     iteration[member] += 1
                     state[member] = "enter"
-                case msg.Done():
+                case msg.Admitted():
+                    release = message.release
+                    rank[member] = message.rank - len(release.terminated)
+                    size_now[member] = message.world_size - len(release.terminated)
+                    iteration[member] = release.iteration + 1
+                    state[member] = "enter"
+                case msg.Done() | msg.Dismiss():
                     state[member] = "done"
 
     for _ in range(2000):
@@ -205,6 +279,13 @@ def test_whatever_happens_all_that_are_left_go_on_or_end_together(size: int, see
             if chance.random() < 0.4:
                 alive.discard(member)
                 world.hub.lose(member, "TERMINATED", "")
+                replaced.append(initial[member])
+                continue
+            if replaced and world.hub.phase is not Phase.DONE:
+                place = replaced.pop()
+                new = late(world, place)
+                alive.add(new)
+                initial[new], state[new], iteration[new] = place, "queued", -1
                 continue
             if state[member] == "run":
                 world.hub.handle(member, msg.Fault(now, "EXCEPTION"))
@@ -226,6 +307,7 @@ def test_whatever_happens_all_that_are_left_go_on_or_end_together(size: int, see
                 if state[member] == "interrupted":
                     state[member] = "arrived"
     assert all(state[member] == "done" for member in alive)
+    alive -= {member for member in alive if iteration[member] < 0}
     assert len({iteration[member] for member in alive}) <= 1
     assert sorted(rank[member] for member in alive) == sorted({rank[member] for member in alive})
 

@@ -46,6 +46,7 @@ class Outcome:
     """One scenario."""
 
     ranks: list[Rank]
+    """Those that came in place of others last."""
     hung: list[int]
     """Ranks that had to be killed when the time was over."""
     left_behind: bool

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,8 +41,9 @@ from nvrx_slurm.inprocess import (
     rank_assignment,
     terminate,
 )
+from nvrx_slurm.inprocess.link import Link
 from nvrx_slurm.inprocess.monitor_thread import MonitorThread, RankShouldRestart
-from nvrx_slurm.inprocess.store import StoreMixin
+from nvrx_slurm.inprocess.store import FileStore, StoreMixin
 from nvrx_slurm.inprocess.wrap import CallWrapper, Wrapper
 
 _C = ctypes.CDLL(None)
@@ -254,7 +256,6 @@ def wrapper_for(plan: dict[str, Any], report: Report) -> Wrapper:
         **plan.get("times", {}),
     }
     return Wrapper(
-        store_kwargs={"timeout": seconds(60)},
         initialize=Compose(
             initialize.RetryController(plan.get("max_iterations")),
             FailingInitialize("initialize", plan, report),
@@ -267,7 +268,7 @@ def wrapper_for(plan: dict[str, Any], report: Report) -> Wrapper:
         monitor_process_pidfile=_pidfile("{rank}"),
         **_assignment(plan, report),
         **{name: seconds(value) for name, value in times.items()},
-        **plan.get("wrapper", {}),
+        **{"store_kwargs": {"timeout": seconds(60)}, **plan.get("wrapper", {})},
     )
 
 
@@ -491,6 +492,52 @@ def contended(plan: dict[str, Any], report: Report) -> None:
     wrapper_for(plan, report)(function)()
 
 
+def rejoining(plan: dict[str, Any], report: Report) -> None:
+    """Kill the plan's ranks, and restart until there are as many as at first.
+
+    Or end as soon as one waits in their place, if the plan says so (``ends``).
+    """
+    queued = f"{os.environ['SCENARIO_DIR']}/queued"
+    wait_admitted = Link.wait_admitted
+
+    def announced(link: Link) -> Any:
+        with open(queued, "w"):
+            return wait_admitted(link)
+
+    Link.wait_admitted = announced  # type: ignore[method-assign]
+    rank, all_ranks = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+    store = {"file_name": f"{os.environ['SCENARIO_DIR']}/store", "world_size": -1}
+    wrapper = wrapper_for(
+        {**plan, "wrapper": {"store_factory": FileStore, "store_kwargs": store, "rejoin": True}}, report
+    )
+
+    def function(call: CallWrapper) -> str:
+        size = os.environ["WORLD_SIZE"]
+        report("enter", iteration=call.iteration, rank=os.environ["RANK"], world_size=size)
+        if call.iteration == 0:
+            call.store.barrier("all are in the function", int(size), seconds(30))
+            if rank in plan["killed"]:
+                inject("sigkill", call, report, rank, 0)
+            while True:
+                time.sleep(0.001)
+        while plan.get("ends"):
+            if os.path.exists(queued):
+                return os.environ["RANK"]
+            time.sleep(0.01)
+        if size != all_ranks:
+            # Whoever comes does not interrupt this.
+            time.sleep(0.1)
+            raise ValueError("until all are there again")
+        make_group(call)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        report("reduced", value=one.item())
+        dist.destroy_process_group()
+        return os.environ["RANK"]
+
+    report("returned", value=wrapper(function)())
+
+
 # --- chaos ----------------------------------------------------------------------------------------------
 
 
@@ -597,6 +644,7 @@ SCENARIOS = {
     "behaviours": behaviours,
     "contended": contended,
     "chaotic": chaotic,
+    "rejoining": rejoining,
 }
 
 
@@ -662,42 +710,58 @@ def _free_port() -> int:
             return port
 
 
+@dataclass
+class Child:
+    """One rank's process."""
+
+    rank: int
+    pid: int
+    reader: int
+    text: bytes = b""
+    code: int | None = None
+
+
+def fork_rank(request: dict[str, Any], rank: int, port: int) -> Child:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reader)
+            code = rank_main(request, rank, port, writer)
+        finally:
+            os._exit(code)
+    os.close(writer)
+    return Child(rank, pid, reader)
+
+
 def run(request: dict[str, Any]) -> dict[str, Any]:
     port = _free_port()
-    ranks: dict[int, int] = {}
-    readers = []
-    for rank in range(request["world_size"]):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.close(reader)
-                code = rank_main(request, rank, port, writer)
-            finally:
-                os._exit(code)
-        os.close(writer)
-        readers.append(reader)
-        ranks[pid] = rank
+    children = [fork_rank(request, rank, port) for rank in range(request["world_size"])]
     deadline = time.monotonic() + request.get("timeout", 60)
-    texts = [b""] * len(readers)
-    open_readers = {reader: rank for rank, reader in enumerate(readers)}
+    unread = {child.reader: child for child in children}
     hung: list[int] = []
-    while open_readers:
+    while unread:
         left = deadline - time.monotonic()
         if left <= 0:
-            hung = sorted(open_readers.values())
+            hung = sorted(child.rank for child in unread.values())
             break
-        for reader in select.select(list(open_readers), [], [], left)[0]:
-            data = os.read(reader, 65536)
+        for reader in select.select(list(unread), [], [], left)[0]:
+            child, data = unread[reader], os.read(reader, 65536)
+            child.text += data
             if data:
-                texts[open_readers[reader]] += data
-            else:
-                del open_readers[reader]
-    for pid in ranks if hung else ():
+                continue
+            del unread[reader]
+            if request["plan"].get("replace"):
+                # It has nothing open any more, so it is about to be dead.
+                child.code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+                if child.code < 0:
+                    children.append(fork_rank(request, child.rank, port))
+                    unread[children[-1].reader] = children[-1]
+    by_pid = {child.pid: child for child in children if child.code is None}
+    for pid in by_pid if hung else ():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    codes: dict[int, int] = {}
     # Supervisors are adopted here: when all have gone, none has been left behind.
     left_behind = False
     while True:
@@ -705,21 +769,21 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             break
-        if pid in ranks:
-            codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+        if pid in by_pid:
+            by_pid[pid].code = os.waitstatus_to_exitcode(status)
         elif pid == 0:
             if time.monotonic() > deadline + 10:
                 left_behind = True
                 linux_kill_children()
             time.sleep(0.002)
-    for reader in readers:
-        os.close(reader)
+    for child in children:
+        os.close(child.reader)
     return {
         "hung": hung,
         "left_behind": left_behind,
         "ranks": [
-            {"exit": codes[rank], "events": [json.loads(line) for line in text.splitlines()]}
-            for rank, text in enumerate(texts)
+            {"exit": child.code, "events": [json.loads(line) for line in child.text.splitlines()]}
+            for child in children
         ],
     }
 
