@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -61,7 +62,7 @@ class Link:
         self._lost = ""
         self._is_closed = False
         self.is_unsupervised = False
-        """The supervisor has ended before the call: nobody else ends a rank that hangs."""
+        """The supervisor has ended before the call, or stands still: nobody else ends a rank that hangs."""
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._socket, self._theirs = socket.socketpair()
@@ -258,10 +259,19 @@ class Link:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         next_tick = time.monotonic()
+        silence_s = self._settings.heartbeat_timeout_s
+        # Beats begin once the supervisor has joined the hub, and end when it has lost that.
+        heard = math.inf
         while not self._is_closed:
             left = next_tick - time.monotonic()
             if left <= 0:
                 watchdog.tick()
+                if -left > silence_s / 2:
+                    # This process itself stood still: what the supervisor said is still to be read.
+                    heard = max(heard, time.monotonic())
+                elif time.monotonic() - heard > silence_s and not self._lost:
+                    self._unsupervised(f"nothing was heard of this rank's supervisor for {silence_s:g} s")
+                    return
                 next_tick = time.monotonic() + self._tick_s
                 continue
             if not poll.poll(left * 1000):
@@ -271,11 +281,16 @@ class Link:
             except OSError:
                 data = b""
             if not data:
-                self.is_unsupervised = not self._is_closed
-                self._take(msg.HubLost("this rank's supervisor process has ended"))
+                self._unsupervised("this rank's supervisor process has ended")
                 return
             for message in reader.feed(data):
+                if isinstance(message, msg.Beat | msg.Joined):
+                    heard = time.monotonic()
                 self._take(message)
+
+    def _unsupervised(self, why: str) -> None:
+        self.is_unsupervised = not self._is_closed
+        self._take(msg.HubLost(why))
 
     def _take(self, message: msg.FromSupervisor) -> None:
         with self._changed:

@@ -227,7 +227,7 @@ FromHub = (
 ToSupervisor = Host | Connect | Enter | Fault | Arrive | Complete | Leave | Goodbye
 FromSupervisor = (
     Hosting | HubLost | Joined | Queued | Admitted | Interrupt | OthersWait | Release | AnyCompleted
-    | Done | Dismiss
+    | Done | Dismiss | Beat
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -134,6 +134,7 @@ class Supervisor:
             self._lose_hub(f"nothing was heard of the hub for {self._settings.heartbeat_timeout_s:g} s")
             return
         self._link.send(msg.Beat())
+        self._channel.send(msg.Beat())
 
     def _look(self) -> None:
         """Judge the rank's progress."""

@@ -407,3 +407,18 @@ def test_a_rank_assignment_that_is_wrong_ends_all_ranks(ranks: Scenarios, fault:
         assert (
             "a RankAssignmentCtx is accepted" in raised["text"] if nothing else "1 to none" in raised["text"]
         )
+
+
+def test_a_rank_whose_supervisor_stands_still_leaves_within_the_heartbeats_time_out(ranks: Scenarios) -> None:
+    """The others have gone on without it: it must not train on alone. Rank 0's runs the hub."""
+    done = ranks.run(
+        [(2, "supervisor_stops")], [(0, "supervisor_stops")], wakes_supervisor=[0, 2], times=_SILENCE
+    )
+    # The hub may hear of it from rank 2 itself, once its supervisor goes on.
+    assert {rank for rank, _ in done[1].records(1)} == {2}
+    for rank in done[::2]:
+        assert rank.exit == 1
+        raised = rank.one("raised")
+        assert raised["type"] == "InternalError"
+        assert "nothing was heard of" in raised["text"]
+        assert raised["t"] - rank.all("fault")[-1]["t"] < 30

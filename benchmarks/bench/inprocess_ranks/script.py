@@ -167,6 +167,8 @@ def inject(
             _kill_supervisor_of(0)
         case "supervisor":
             _kill_supervisor_of(rank)
+        case "supervisor_stops":
+            _kill_supervisor_of(rank, signal.SIGSTOP)
         case _:
             raise AssertionError(kind)
 
@@ -181,9 +183,13 @@ def _fork(report: Report) -> None:
     raise ValueError("injected after the fork")
 
 
-def _kill_supervisor_of(rank: int) -> None:
+def _signal_supervisor_of(rank: int, number: signal.Signals) -> None:
     with open(_pidfile(rank)) as file:
-        os.kill(int(file.read()), signal.SIGKILL)
+        os.kill(int(file.read()), number)
+
+
+def _kill_supervisor_of(rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    _signal_supervisor_of(rank, number)
     while True:
         time.sleep(0.001)
 
@@ -349,6 +355,8 @@ def planned(plan: dict[str, Any], report: Report) -> None:
     try:
         result = wrapper_for(plan, report)(function)(plan.get("value", 7))
     finally:
+        if rank in plan.get("wakes_supervisor", ()):
+            _signal_supervisor_of(rank, signal.SIGCONT)
         if rank in plan.get("buriers", ()):
             _signal_node(plan["node"], signal.SIGKILL)
     report("returned", value=result)
