@@ -11,6 +11,7 @@ import torch
 
 from nvrx_slurm.checkpointing.local.part_format import read_hollow
 from nvrx_slurm.checkpointing.local_parts import is_part
+from nvrx_slurm.checkpointing.storage.checksums import opened
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
 
 
@@ -39,8 +40,9 @@ def entries(path: Path) -> list[Entry]:
         return list(_of_directory(path))
     if is_part(path):
         return list(_of_part(path))
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return list(_of_state("", state))
+    with opened(path) as fd:  # torch maps no file whose name is not UTF-8
+        state = torch.load(f"/proc/self/fd/{fd}", map_location="cpu", weights_only=True, mmap=True)
+        return list(_of_state("", state))
 
 
 def _of_state(name: str, value: Any) -> Iterator[Entry]:

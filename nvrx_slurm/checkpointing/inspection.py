@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -80,7 +82,11 @@ def find(folder: Path | str) -> list[Checkpoint]:
         return _find_at(folder)
     if folder.is_file() or _is_checkpoint_directory(folder):
         return [_look(folder)]
-    found = [_look(path) for path in folder.iterdir() if _is_checkpoint(path)]
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # training removes and replaces checkpoints meanwhile
+            if _is_checkpoint(path):
+                found.append(_look(path))
     found += [_look_local(folder, save) for save in local_parts.find(folder)]
     return sorted(found, key=lambda each: (each.modified, each.name))
 
@@ -122,18 +128,37 @@ def _verify_one(path: Path | str, read: Callable[[int], None]) -> Verification:
     return found
 
 
-def remove(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint; of a directory ``.metadata`` first, so that nobody takes the rest for whole."""
+def remove(checkpoint: Checkpoint) -> bool:
+    """Remove a checkpoint; of a directory ``.metadata`` first, so that nobody takes the rest for whole.
+
+    Returns:
+        False: it stays, or is gone already: another has taken its place since it was looked at, or one is
+        being written there.
+    """
     if checkpoint.local is not None:
         for part in checkpoint.local.files:
-            part.unlink(missing_ok=True)
-        return
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_mtime <= checkpoint.local.modified:
+                    part.unlink()
+        return True
     path = Path(checkpoint.path)
-    if checkpoint.kind is Kind.FILE:
-        path.unlink()
-        return
-    (path / manifest.METADATA).unlink(missing_ok=True)
-    shutil.rmtree(path)
+    try:
+        if _look(path) != checkpoint or _is_being_written(path):
+            return False
+        if checkpoint.kind is Kind.FILE:
+            path.unlink()
+        else:
+            (path / manifest.METADATA).unlink(missing_ok=True)
+            shutil.rmtree(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_being_written(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    return {name for name in os.listdir(path) if is_temporary(name)} > {each.name for each in leftovers(path)}
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -170,6 +195,8 @@ def _look(path: Path) -> Checkpoint:
         return Checkpoint(
             path, Kind.FILE, state, stat.st_size, stat.st_mtime, "" if stat.st_size else "empty"
         )
+    if not path.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     return _look_into(path)
 
 

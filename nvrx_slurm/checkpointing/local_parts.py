@@ -54,6 +54,8 @@ def find(folder: Path) -> list[LocalSave]:
     for path in _files(folder):
         try:
             header = read_header(path)
+        except FileNotFoundError:
+            continue  # removed meanwhile
         except (CorruptCheckpointError, OSError) as error:
             found.append(_bad(path, str(error)))
             continue

@@ -113,14 +113,16 @@ def prune(where: Path, as_json: bool, keep: int, dry_run: bool) -> None:
         raise click.ClickException(f"{where} is a checkpoint: give the directory that it is in")
     good = [each for each in found if each.state is State.COMMITTED]
     kept = {each.path for each in good[-keep:]}
-    newest = max((each.modified for each in good), default=0.0)
+    newest = max((each.modified for each in good), default=float("-inf"))
     old = [each for each in found if each.path not in kept and each.modified <= newest]
     torn = torn_files(where)
     if not dry_run:
-        for each in old:
-            remove(each)
-        for path in torn:
-            path.unlink(missing_ok=True)
+        try:
+            old = [each for each in old if remove(each)]
+            for path in torn:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise click.ClickException(f"{error.filename or where}: {error.strerror or error}") from None
     gone = [*(Path(each.path) for each in old), *torn]
     if as_json:
         _print({"schema": "nvrx.ckpt.prune.v1", "removed": list(map(str, gone)), "dry_run": dry_run})

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nvrx_slurm.checkpointing import storage
+from nvrx_slurm.checkpointing import inspection, storage
 from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
@@ -149,6 +149,53 @@ def test_prune_keeps_the_newest_committed_ones_and_removes_leftovers(tmp_path: P
     removed = json.loads(run("prune", tmp_path, "--keep", "2", "--json").stdout)["removed"]
     assert {Path(path).name for path in removed} == before - {"step_2.pt", "step_3.pt", "being_written"}
     assert set(os.listdir(tmp_path)) == {"step_2.pt", "step_3.pt", "being_written"}
+
+
+def test_prune_leaves_what_a_save_has_replaced_or_writes_to_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, name in enumerate(("a.pt", "b.pt", "c.pt", "gone.pt")):
+        storage.save({"step": step}, tmp_path / name)
+        age(tmp_path / name, 100 - step)
+    save_directory(tmp_path / "dcp", {"w": torch.ones(5)})
+    age(tmp_path / "dcp" / ".metadata", 200)
+    storage.save({"step": 9}, tmp_path / "newest.pt")
+    look = inspection.find
+
+    def then_training_saves(where: Path) -> list[inspection.Checkpoint]:
+        found = look(where)
+        storage.save({"step": 10}, tmp_path / "a.pt")
+        (tmp_path / "gone.pt").unlink()
+        return found
+
+    monkeypatch.setattr(inspection, "find", then_training_saves)
+    with storage.replacing(tmp_path / "dcp" / "__0_0.1234.distcp"):
+        removed = json.loads(run("prune", tmp_path, "--keep", "1", "--json").stdout)["removed"]
+    assert sorted(Path(path).name for path in removed) == ["b.pt", "c.pt"]
+    assert storage.load(tmp_path / "a.pt") == {"step": 10}
+    assert (tmp_path / "dcp" / ".metadata").exists()
+
+
+def test_ls_bears_checkpoints_that_vanish_while_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.pt", "b.pt"):
+        storage.save({}, tmp_path / name)
+    look = inspection._look
+
+    def just_before(path: Path) -> inspection.Checkpoint:
+        (tmp_path / "a.pt").unlink(missing_ok=True)
+        return look(path)
+
+    monkeypatch.setattr(inspection, "_look", just_before)
+    assert states("ls", tmp_path) == {"b.pt": "committed"}
+
+
+def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"st\xe9p.pt")
+    storage.save({"w": torch.ones(3)}, path)
+    assert states("verify", path) == {path.name: "intact"}
+    assert run("inspect", path).exit_code == 0
 
 
 def test_prune_of_a_checkpoint_itself_is_refused(folder: Path) -> None:

@@ -20,8 +20,9 @@ from nvrx_slurm.checkpointing.local.errors import CheckpointingException, SameMa
 from nvrx_slurm.checkpointing.local.ids import CkptID
 from nvrx_slurm.checkpointing.local.part import Part, read_part, stage, state_of
 from nvrx_slurm.checkpointing.local.replication.strategies import CliqueReplicationStrategy
-from nvrx_slurm.checkpointing.local.space import Room, available_memory, file_system_type, shortage
+from nvrx_slurm.checkpointing.local.space import Room, file_system_type, shortage
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, replacing
+from nvrx_slurm.checkpointing.storage.host_memory import available_memory
 
 ID = CkptID(3, 0, "")
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -251,6 +252,9 @@ def test_the_room_in_memory_is_that_of_the_narrowest_control_group(tmp_path: Pat
     (cgroups / "job/memory.max").write_text("10000\n")
     (cgroups / "job/memory.current").write_text("4000\n")
     assert available_memory(proc, cgroups) == 6000
+    (cgroups / "job/memory.current").write_text("10000\n")
+    (cgroups / "job/memory.stat").write_text("anon 700\nfile 9300\nactive_file 2000\ninactive_file 7000\n")
+    assert available_memory(proc, cgroups) == 9000  # what it has read from files does not stand in the way
 
 
 def test_a_file_system_is_known_by_the_type_that_the_kernel_lists() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from nvrx_slurm.checkpointing.storage.host_memory import available_memory
+
 _ROUND = 16 << 20  # states grow by a few bytes now and then; that must not cost a new arena
 _LEFT_FREE = 256 << 20
 _FAULTING_THREADS = 4
@@ -93,14 +95,14 @@ class ArenaPool:
             larger is refused.
         when_full: what becomes of a snapshot while there is no room.
         held_up: told what became of one, and why.
-        memory_available: bytes that this machine could give out now.
+        memory_available: bytes that this host, and the job's control groups, could give out now.
     """
 
     count: int = 2
     max_bytes: int | None = None
     when_full: WhenFull = WhenFull.WAIT
     held_up: Callable[[str], None] = lambda _why: None
-    memory_available: Callable[[], int] = lambda: available_memory()
+    memory_available: Callable[[], int] = available_memory
     _free: list[Arena] = field(default_factory=list)
     _in_use: list[Arena] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -175,13 +177,3 @@ class ArenaPool:
         if not fits:
             raise OutOfMemoryError(f"no memory for a snapshot of {size / 2**20:.0f} MiB")
         return Arena(size)
-
-
-def available_memory() -> int:
-    """Return what this machine could give out without swapping, in bytes (``MemAvailable``, proc(5))."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    raise OSError("no MemAvailable in /proc/meminfo")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_slurm.checkpointing.local.base_state_dict import trust
+from nvrx_slurm.checkpointing.storage.host_memory import available_memory
 
 _GIB = 1 << 30
 _MEMORY_TYPES = ("tmpfs", "ramfs", "hugetlbfs")
@@ -52,23 +53,6 @@ def look_at(directory: Path, spare: int = 0) -> Room:
     )
 
 
-def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this host, and this process's control groups (v2), can still give."""
-    lines = (proc / "meminfo").read_text().splitlines()
-    room = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    own = next(
-        (line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/"
-    )
-    group = cgroups / own.lstrip("/")
-    for each in (group, *group.parents):
-        limit, used = _number(each / "memory.max"), _number(each / "memory.current")
-        if limit is not None and used is not None:
-            room = min(room, max(0, limit - used))
-        if each == cgroups:
-            break
-    return room
-
-
 def file_system_type(directory: Path) -> str:
     """Return the type that the kernel gives the mounted file system, ``""`` if it does not list it."""
     device = os.stat(directory).st_dev
@@ -109,13 +93,6 @@ def shortage(rooms: Mapping[int, Room], own: Mapping[int, int], needed: Mapping[
 
 def _text(size: int) -> str:
     return f"{size / _GIB:.2f} GiB" if size >= _GIB // 100 else f"{size} bytes"
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no limit is called "max"
-        return None
 
 
 def total_of(ranks: Collection[int], sizes: Mapping[int, int]) -> int:

@@ -1,10 +1,11 @@
-"""The bytes of tensor storages in host memory. Needs torch, no NumPy."""
+"""The bytes of tensor storages in host memory, and how much memory there is. Needs torch, no NumPy."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,3 +32,38 @@ def new_storage(size: int) -> Any:
         with contextlib.suppress(AttributeError):  # advice; a system without it is just slower
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return storage
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this host, and this process's control groups (v2), can still give.
+
+    Files in the page cache count as free, of a group as of the host: the kernel drops them first.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    room = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    own = next(
+        (line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), "/"
+    )
+    group = cgroups / own.lstrip("/")
+    for each in (group, *group.parents):
+        limit, used = _number(each / "memory.max"), _number(each / "memory.current")
+        if limit is not None and used is not None:
+            room = min(room, max(0, limit - max(0, used - _cached(each / "memory.stat"))))
+        if each == cgroups:
+            break
+    return room
+
+
+def _cached(stat: Path) -> int:
+    try:
+        rows = (line.split() for line in stat.read_text().splitlines())
+        return sum(int(value) for name, value in rows if name in ("active_file", "inactive_file"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no limit is called "max"
+        return None
