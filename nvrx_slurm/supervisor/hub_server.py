@@ -44,12 +44,11 @@ class HubServer:
         self._listener = _listen(host.port)
         self.port: int = self._listener.getsockname()[1]
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._was_joined = False
 
     @property
     def is_needed(self) -> bool:
-        """Whether a member is still there, or none has come yet."""
-        return not self._was_joined or self._hub.members > 0 or any(s.has_unsent for s in self._streams)
+        """Whether a member is still there, beside the rank that it was made for."""
+        return self._hub.members > 0 or any(s.has_unsent for s in self._streams)
 
     def check_silence(self) -> float:
         """Lose the members that are not heard of; return when to look again (time.monotonic())."""
@@ -143,7 +142,6 @@ class HubServer:
         stream.on_closed = partial(self._member_gone, member, stream)
         self._members[member] = stream
         self._heard[member] = time.monotonic()
-        self._was_joined = True
         self._hub.join(member, join.member)
 
     def _member_said(self, member: int, message: msg.ToHub) -> None:

@@ -310,18 +310,29 @@ def _detach(settings: Settings) -> None:
         signal.signal(number, signal.SIG_IGN)
     linux.set_process_name("nvrx-supervisor")
     os.chdir("/")
+    log = _files_for_the_user(settings)
     sink = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(sink, fd)
     os.close(sink)
-    if settings.logfile:
-        logging.basicConfig(
-            filename=settings.logfile, level=logging.INFO, format="%(asctime)s %(name)s %(message)s"
-        )
-        os.dup2(logging.root.handlers[0].stream.fileno(), 2)  # type: ignore[attr-defined]
-    if settings.pidfile:
-        with open(settings.pidfile, "w") as file:
-            file.write(f"{os.getpid()}\n")
+    if log is not None:
+        os.dup2(log.stream.fileno(), 2)
+
+
+def _files_for_the_user(settings: Settings) -> logging.FileHandler | None:
+    """Open what the user has asked for, while there is a standard error to complain to."""
+    log, name = None, "monitor_process_logfile"
+    try:
+        if settings.logfile:
+            log = logging.FileHandler(settings.logfile)
+            logging.basicConfig(handlers=[log], level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+        name = "monitor_process_pidfile"
+        if settings.pidfile:
+            with open(settings.pidfile, "w") as file:
+                file.write(f"{os.getpid()}\n")
+    except OSError as error:
+        sys.exit(f"nvrx_slurm.inprocess: {name} can't be written: {error}")
+    return log
 
 
 def main() -> None:
