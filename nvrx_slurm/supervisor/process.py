@@ -310,29 +310,30 @@ def _detach(settings: Settings) -> None:
         signal.signal(number, signal.SIG_IGN)
     linux.set_process_name("nvrx-supervisor")
     os.chdir("/")
-    log = _files_for_the_user(settings)
+    log_fd = _open_users_files(settings)
     sink = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(sink, fd)
     os.close(sink)
-    if log is not None:
-        os.dup2(log.stream.fileno(), 2)
+    if log_fd is not None:
+        os.dup2(log_fd, 2)
 
 
-def _files_for_the_user(settings: Settings) -> logging.FileHandler | None:
-    """Open what the user has asked for, while there is a standard error to complain to."""
-    log, name = None, "monitor_process_logfile"
+def _open_users_files(settings: Settings) -> int | None:
+    """Open what the user has asked for, while there is a standard error to complain to; return the log."""
+    log_fd, name = None, "monitor_process_logfile"
     try:
         if settings.logfile:
-            log = logging.FileHandler(settings.logfile)
-            logging.basicConfig(handlers=[log], level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+            log = open(settings.logfile, "a")  # noqa: SIM115 - it lives as long as this process
+            logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+            log_fd = log.fileno()
         name = "monitor_process_pidfile"
         if settings.pidfile:
             with open(settings.pidfile, "w") as file:
                 file.write(f"{os.getpid()}\n")
     except OSError as error:
         sys.exit(f"nvrx_slurm.inprocess: {name} can't be written: {error}")
-    return log
+    return log_fd
 
 
 def main() -> None:
