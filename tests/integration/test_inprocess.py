@@ -125,7 +125,8 @@ def test_when_the_node_of_the_hub_is_lost_all_end_with_an_error_that_says_so(
     for rank in done[2:]:
         assert rank.one("raised")["type"] == "InternalError"
         assert len(rank.all("terminate")) == 1
-        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 20
+        # A rank that gloo leaves blocked is so for its group's 30 s.
+        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 45
     # Whoever ends first buries the node.
     said = min((rank.one("raised") for rank in done[2:]), key=lambda raised: raised["t"])["text"]
     assert ("nothing was heard of the hub" in said) == (gets == "SIGSTOP")
