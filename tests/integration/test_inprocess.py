@@ -183,7 +183,8 @@ def test_a_rank_without_ping_restarts_and_all_survive_whatever_they_are_blocked_
     # Those that wait for it in the all-reduce are as silent as it is.
     assert "SOFT_TIMEOUT" in {kind for _, kind in done[0].records(1)}
     fault, again = done[1].all("fault")[0]["t"], done[1].all("enter")[1]["t"]
-    assert again - fault >= 1.0
+    # Their silence began a moment before the fault.
+    assert again - fault >= 0.8
 
 
 @pytest.mark.parametrize("kind", ["block", "gil", "sigstop"])
