@@ -113,6 +113,13 @@ class LaunchedJob(LocalJob):
 
     def kill_node(self, node: str) -> None:
         """SIGKILL to all that runs on a node, as if it lost power."""
+        # Stopped first: nothing of the node may see, and tell, that another process of it ends.
+        stopped: set[psutil.Process] = set()
+        while running := set(self.on(node)) - stopped:
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped |= running
         until(
             f"nothing of {node} is left",
             lambda: not [self.kill(process) for process in self.on(node)],
