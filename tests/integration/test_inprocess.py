@@ -21,6 +21,8 @@ _HANGS = {
 }
 """Time-outs of the wrapper, seconds; all others are far away."""
 _SOON = {**_HANGS, "hard_timeout": 2.0}
+_GROUP_S = 8.0
+"""gloo may leave a rank blocked until its group's time-out, once in a while."""
 _SILENCE = {"heartbeat_interval": 0.3, "heartbeat_timeout": 3.0}
 
 
@@ -102,7 +104,14 @@ def test_a_killed_rank_is_left_out_and_rank_0_is_a_rank_as_any_other(ranks: Scen
 def test_a_lost_node_is_left_out(ranks: Scenarios, gets: str, kind: str) -> None:
     """S7: its processes are silent and all connections stay, or all end at once; ranks 1 and 3 are on it."""
     done = ranks.run(
-        [(0, "node")], world_size=5, others="gloo", node=[1, 3], node_gets=gets, buriers=[0], times=_SILENCE
+        [(0, "node")],
+        world_size=5,
+        others="gloo",
+        node=[1, 3],
+        node_gets=gets,
+        buriers=[0],
+        times=_SILENCE,
+        group_s=_GROUP_S,
     )
     all_returned(done, 3)
     assert [rank.exit for rank in done] == [0, -9, 0, -9, 0]
@@ -119,14 +128,13 @@ def test_when_the_node_of_the_hub_is_lost_all_end_with_an_error_that_says_so(
     """S7, BUG-2: silence of a hub that was there is bounded by the heartbeat's time-out."""
     done = ranks.run(
         [(2, "node")], world_size=4, others="gloo", node=[0, 1], node_gets=gets, buriers=[2, 3],
-        times=_SILENCE,
+        times=_SILENCE, group_s=_GROUP_S,
     )  # fmt: skip
     assert [rank.exit for rank in done] == [-9, -9, 1, 1]
     for rank in done[2:]:
         assert rank.one("raised")["type"] == "InternalError"
         assert len(rank.all("terminate")) == 1
-        # A rank that gloo leaves blocked is so for its group's 30 s.
-        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 45
+        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 20
     # Whoever ends first buries the node.
     said = min((rank.one("raised") for rank in done[2:]), key=lambda raised: raised["t"])["text"]
     assert ("nothing was heard of the hub" in said) == (gets == "SIGSTOP")
@@ -142,7 +150,12 @@ def test_deaths_during_a_restart_are_part_of_it_or_of_the_next_one(ranks: Scenar
         [3, 0, "initialize", "sigkill", 0],
     ]
     done = ranks.run(
-        world_size=5, scenario="chaotic", chaos=chaos, duration=0.1, times={"soft_timeout": 30.0}
+        world_size=5,
+        scenario="chaotic",
+        chaos=chaos,
+        duration=0.1,
+        times={"soft_timeout": 30.0},
+        group_s=_GROUP_S,
     )
     assert [rank.exit for rank in done] == [-9, 0, -9, -9, 0]
     assert [done[1].one("returned")["value"], done[4].one("returned")["value"]] == ["0", "1"]

@@ -97,4 +97,5 @@ def test_the_limit_of_iterations_ends_every_rank(found: dict[str, Ranks]) -> Non
     assert [rank["raised"] for rank in ranks] == ["RestartAbort"] * 4
     # Some may not have come to their second call when the fault of the others ended it.
     assert max(len(rank["entered"]) for rank in ranks) == 2
-    assert ranks[0]["said"][-1] == "state=aborted"
+    # An abort that was under way may say its part after that.
+    assert "state=aborted" in ranks[0]["said"]

@@ -293,14 +293,14 @@ def _assignment(plan: dict[str, Any], report: Report) -> dict[str, Any]:
     }
 
 
-def make_group(call: CallWrapper) -> None:
+def make_group(call: CallWrapper, timeout_s: float = 30.0) -> None:
     store = dist.PrefixStore(f"group/{call.iteration}", call.store)
     dist.init_process_group(
         "gloo",
         store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=seconds(30),
+        timeout=seconds(timeout_s),
     )
 
 
@@ -331,7 +331,7 @@ def planned(plan: dict[str, Any], report: Report) -> None:
             full_collections=gc.get_stats()[2]["collections"],
         )
         if others == "gloo":
-            make_group(call)
+            make_group(call, plan.get("group_s", 30.0))
         faults = dict(plan["faults"][call.iteration]) if call.iteration < len(plan["faults"]) else None
         if faults is None:
             if others == "gloo":
@@ -615,7 +615,7 @@ def chaotic(plan: dict[str, Any], report: Report) -> None:
             "enter", iteration=call.iteration, rank=os.environ["RANK"], world_size=os.environ["WORLD_SIZE"]
         )
         chaos.at("function", call.iteration)
-        make_group(call)
+        make_group(call, plan.get("group_s", 30.0))
         until = time.monotonic() + plan["duration"]
         is_over = torch.zeros(1)
         while not is_over.item():
