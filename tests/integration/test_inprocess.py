@@ -45,7 +45,8 @@ class Scenarios:
             for end in rank.all("end"):
                 assert end["threads"] == ["MainThread"]
                 assert end["memfds"] == 0
-                assert end["sockets"] == 0
+                # As in the chaos benchmark: an exception may still hold the function's own group.
+                assert end["sockets"] == 0 or not rank.all("returned")
         return outcome.ranks
 
 

@@ -689,13 +689,13 @@ def rank_main(request: dict[str, Any], rank: int, port: int, fd: int) -> int:
         )
         if request.get("verbose"):
             traceback.print_exc()
-    if code:
-        # What the exception's frames held may be in cycles, and the plan may have switched collection off.
-        gc.collect()
     # An abort leaves the taking apart of groups to a thread of its own.
     patience = time.monotonic() + 10
     while threading.active_count() > 1 and time.monotonic() < patience:
         time.sleep(0.01)
+    if code:
+        # What the exception's frames held may be in cycles, and the plan may have switched collection off.
+        gc.collect()
     report(
         "end",
         threads=sorted(thread.name for thread in threading.enumerate()),
