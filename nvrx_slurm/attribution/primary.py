@@ -88,7 +88,7 @@ class _Judge:
     trained_until: float | None = field(init=False)
 
     def __post_init__(self) -> None:
-        final = [f for scan in self.scans for f in scan.findings if f.epoch == scan.progress.advances]
+        final = [f for scan in self.scans for f in scan.findings if f.epoch == scan.progress.epoch]
         symptoms = [f for f in final if f.family.role is Role.SYMPTOM and f.ts is not None]
         self.first_symptom = min(symptoms, key=lambda f: f.ts or 0.0, default=None)
         # Not the kernel's: a node has many events that concern nobody.
@@ -102,7 +102,7 @@ class _Judge:
             return False
         if finding.source.kind is SourceKind.KERNEL:
             return self._in_time(finding)
-        behind = scan.progress.advances - finding.epoch
+        behind = scan.progress.epoch - finding.epoch
         if behind == 0:
             # In a file without progress of its own, time tells.
             if scan.progress.advances == 0 and self.trained_until is not None and finding.last_ts is not None:
@@ -116,7 +116,7 @@ class _Judge:
 
     def _later_root(self, finding: Finding, scan: Scan) -> bool:
         return any(
-            other.epoch == scan.progress.advances and other.family.role is Role.ROOT
+            other.epoch == scan.progress.epoch and other.family.role is Role.ROOT
             for other in scan.findings
             if other is not finding
         )

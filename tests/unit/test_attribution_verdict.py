@@ -138,6 +138,20 @@ class TestFirstCause:
         assert result.family.id == "nccl.timeout"
         assert [finding.family.id for finding in result.choice.recovered] == ["net.ib_port_event"]
 
+    @pytest.mark.parametrize("then", [[], [STEP.format(2)]])
+    def test_a_fault_that_was_healed_in_process_is_not_it(self, then: list[str]) -> None:
+        healed = "rank 3 restarts as iteration 1, 0.020 s after: Interruption.EXCEPTION affecting ranks {3}"
+        trace = [
+            "Traceback (most recent call last):",
+            '  File "/home/u/train.py", line 3, in step',
+            "    f()",
+        ]
+        fault = [STEP.format(1), *trace, "ValueError: bad sample 17"]
+        result = judge([*fault, healed, *then, TIMEOUT])
+        assert result.family.id == "nccl.timeout"
+        assert [finding.family.id for finding in result.choice.recovered] == ["code.exception"]
+        assert judge([*fault, healed, *then, *fault[1:]]).family.id == "code.exception"
+
     def test_one_more_step_of_another_rank_does_not_hide_it(self) -> None:
         lines = [STEP.format(1), merged(5, "ValueError: bad sample 17"), STEP.format(2), PEER, CHILD]
         assert judge(lines, SourceKind.MERGED).family.id == "code.exception"

@@ -33,6 +33,8 @@ _LOADED = (
         r"|training).{0,160}?(?:iteration|step|checkpoint)[-_=: ]{0,4}(\d{1,15})"
     ),
 )
+_RESTARTED = re.compile(r"\brank \d{1,9} restarts as iteration \d{1,9}, \d{1,9}\.\d{1,9} s after: ")
+"""As inprocess/engine.py logs it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Progress:
     """What is known of an attempt's progress, and how often it has advanced."""
 
     advances: int = 0
+    heals: int = 0
+    """Restarts in process."""
     first_step: int | None = None
     last_step: int | None = None
     """Last step seen to be completed."""
@@ -96,6 +100,11 @@ class Progress:
     last_ts: float | None = None
     _places: dict[str, int] = field(default_factory=dict)
     _ranks: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """How much lies behind; what was found in an epoch two ago has been got over."""
+        return self.advances + 2 * self.heals
 
     def see(self, mark: Mark, rank: int | None, line: int, ts: float | None) -> bool:
         """Take a mark; return whether training has advanced. Another rank's print of a step is no advance."""
@@ -137,6 +146,11 @@ def read_mark(text: str) -> Mark | None:
             return Mark(shape.name, epoch * _EPOCH + int(digits), None)
         return Mark(shape.name, epoch * _EPOCH + inside, None if groups.get("epoch") else inside)
     return None
+
+
+def tells_restart(text: str) -> bool:
+    """Tell whether a line in lower case says that its rank has restarted in its process."""
+    return _RESTARTED.search(text) is not None
 
 
 def read_saved(text: str) -> int | None:

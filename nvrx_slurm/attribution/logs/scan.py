@@ -69,6 +69,10 @@ class _Marks:
     """Lines of this skeleton tell progress: the last of them counts."""
 
 
+class _Healed:
+    """A line of this skeleton tells of a restart in process."""
+
+
 class _Checked:
     """Digits may decide what a line of this skeleton is."""
 
@@ -77,8 +81,8 @@ class _Begins:
     """A line of this skeleton begins a traceback."""
 
 
-_HARMLESS, _MARKS, _CHECKED, _BEGINS = _Harmless(), _Marks(), _Checked(), _Begins()
-_Kind = _Harmless | _Marks | _Checked | _Begins | Flood
+_HARMLESS, _MARKS, _HEALED, _CHECKED, _BEGINS = _Harmless(), _Marks(), _Healed(), _Checked(), _Begins()
+_Kind = _Harmless | _Marks | _Healed | _Checked | _Begins | Flood
 _Parts = Part | _Begins | dict[str, Flood]
 """What a line is to a traceback: part of one, its header, or its end, by where the exception was raised."""
 
@@ -191,6 +195,9 @@ class LogScanner:
                 self._kinds[skeleton] = kind
         if kind is _MARKS:
             self._last_mark = (raw, number)
+        elif kind is _HEALED:
+            self._settle()
+            self.scan.progress.heals += 1
         elif kind is not _HARMLESS:
             self._check(raw, skeleton, number)
 
@@ -198,6 +205,8 @@ class LogScanner:
         """Return what the first line of a skeleton shows all of its lines to be."""
         if any(token in skeleton for token in progress.TOKENS):
             text = raw.decode("utf-8", "replace")[-_MAX_LINE:].rpartition("\r")[2].lower()
+            if progress.tells_restart(text):
+                return _HEALED
             tells = (progress.read_mark(text), progress.read_saved(text), progress.read_loaded(text))
             if any(told is not None for told in tells) and not _is_bad(skeleton):
                 return _MARKS
@@ -259,7 +268,7 @@ class LogScanner:
         """Count a line of the flood's skeleton that can only lead to its finding."""
         if self._last_mark is not None:
             self._settle()
-        if not flood.takes(raw, self.scan.progress.advances, self._signatures):
+        if not flood.takes(raw, self.scan.progress.epoch, self._signatures):
             return False
         finding = flood.finding
         finding.count += 1
@@ -341,7 +350,7 @@ class LogScanner:
         message = f"{key} {shape(prefix.text)}"
         if self.scan.source.job:
             message = f"{number} {message}"  # of this job are few
-        rank, epoch = self._rank(prefix), scan.progress.advances
+        rank, epoch = self._rank(prefix), scan.progress.epoch
         found = self._findings.get((family.id, message))
         if found is None:
             if len(self._findings) >= _MAX_FINDINGS:
@@ -372,7 +381,7 @@ class LogScanner:
             rank=self._rank(prefix),
             node=source.node or (prefix.node if certain else None),
             claim=Claim.KERNEL if source.kind is SourceKind.KERNEL else claims(whole),
-            epoch=self.scan.progress.advances,
+            epoch=self.scan.progress.epoch,
             timeout_s=int(timeout.group(1) or timeout.group(2)) / 1000 if timeout else None,
         )
 
