@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Iterator
+
 import pytest
 
 from nvrx_slurm.coordinator.lease import LeaseFile
@@ -11,6 +15,23 @@ from .batch_host import TAKEOVER_S, batch_host, wait_for_state
 from .jobs import SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def patient_slurm(slurm: SlurmJobs) -> Iterator[SlurmJobs]:
+    """A slurmctld that waits as long as at sites: it ends the job when a batch host that was DOWN is back."""
+    conf = slurm.cluster.slurm_conf
+    usual = conf.read_text()
+    assert "SlurmdTimeout=20\n" in usual
+
+    def read_anew(text: str) -> None:
+        conf.write_text(text)
+        environment = os.environ | slurm.cluster.environment()
+        subprocess.run(["scontrol", "reconfigure"], env=environment, check=True)
+
+    read_anew(usual.replace("SlurmdTimeout=20\n", "SlurmdTimeout=300\n"))
+    yield slurm
+    read_anew(usual)
 
 
 def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothing(slurm: SlurmJobs) -> None:
@@ -33,7 +54,8 @@ def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothin
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
 
 
-def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(slurm: SlurmJobs) -> None:
+def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(patient_slurm: SlurmJobs) -> None:
+    slurm = patient_slurm
     job = slurm.train(400, "--standby-coordinator", nodes=5, spares=1)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
