@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
 from nvrx_slurm.inprocess.bounded import call_with_timeout
+from nvrx_slurm.whole_file import replace_file
 
 TRACE_PATH = "NVRX_FR_TRACE_PATH"
 _SIZES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
@@ -45,17 +44,7 @@ def write_trace(trace: bytes, directory: str, iteration: int, rank: int) -> None
     place = Path(directory, f"iter_{iteration}")
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=place, prefix=f".dump_{rank}_")
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(trace)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(name, place / f"_dump_{rank}.json")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        replace_file(place / f"_dump_{rank}.json", trace)
     except OSError as error:
         _log.warning("the Flight Recorder's trace was not written to %s: %s", place, error.strerror)
 
