@@ -58,9 +58,9 @@ def _worker(run: LocalJob) -> psutil.Process:
 
 def test_a_copied_checkpoint_is_written_although_its_rank_has_died(job: Jobs) -> None:
     run = job(SCRIPT, "--checkpoint-write-timeout", "60s", real_torch=True).start()
+    other = run.rank(1)
     worker = _worker(run)
     run.wait_for(journal.FaultDetected)
-    other = run.rank(1)
     until("rank 1 is gone", lambda: not is_alive(other))
     assert run.events(journal.WorkersStopped) == []
     assert is_alive(worker)
