@@ -33,8 +33,8 @@ from nvrx_slurm.wire.page import PAGE_VARIABLE
 
 _log = logging.getLogger(__name__)
 _PAGE_NAME = re.compile(r"cycle(\d+)-rank(\d+)\.page")
-_NAMES_AT_ONCE = 64
-"""So that a datagram has less than 64 KiB with the longest names, each character of which JSON may escape."""
+_NAMES_AT_ONCE = 32
+"""So that a datagram has less than 64 KiB with the longest names: of two texts, each character of 4 bytes."""
 _decode_scores = msgspec.msgpack.Decoder(Scores).decode
 
 
@@ -91,7 +91,7 @@ class PaceChannel:
     ) -> bool:
         """Tell one period; False: the agent could not take it now, or is gone."""
         longest = sorted(sections, key=lambda name: -sections[name].median_ms * sections[name].passages)
-        heaviest = sorted(kernels, key=lambda kernel: -kernels[kernel].total_us)
+        heaviest = sorted(filter(_has_name, kernels), key=lambda kernel: -kernels[kernel].total_us)
         section_times = []
         for name in longest[:MOST_SECTIONS]:
             number = self._names.number(Name(printable(name)))
@@ -158,3 +158,8 @@ class PaceChannel:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _has_name(kernel: Kernel) -> bool:
+    """Tell whether it is told apart from its section: CUPTI may know no name."""
+    return bool(kernel.name)

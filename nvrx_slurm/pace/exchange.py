@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 MOST_SECTIONS = 64
 MOST_KERNELS = 64
 MOST_CHARACTERS = 200
-"""Of a name; the rest is cut off."""
+"""Of a name; of a longer one the rest is a hash."""
 _MOST_COUNT = 2**31
 _Time = TypeVar("_Time", "SectionTime", "KernelSum")
 
@@ -97,8 +98,15 @@ def is_name(name: Name) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` as :func:`is_name` accepts it."""
-    return "".join(char if char.isprintable() else "?" for char in text[:MOST_CHARACTERS])
+    """Return ``text`` as :func:`is_name` accepts it.
+
+    What must be changed for that ends in a hash: names of kernels are long, and many begin alike.
+    """
+    if len(text) <= MOST_CHARACTERS and text.isprintable():
+        return text
+    digest = f"~{sha256(text.encode(errors='surrogatepass')).hexdigest()[:12]}"
+    shown = "".join(char if char.isprintable() else "?" for char in text[: MOST_CHARACTERS - len(digest)])
+    return shown + digest
 
 
 def is_period(period: Period) -> bool:

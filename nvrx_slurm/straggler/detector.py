@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
 from nvrx_slurm.fault_tolerance.pace_channel import PaceChannel
 from nvrx_slurm.straggler.agents import OverAgents
 from nvrx_slurm.straggler.callables import CallableId, WrappedCallables
-from nvrx_slurm.straggler.exchange import Alone, Exchange, ExchangeError, OverTorch
+from nvrx_slurm.straggler.exchange import Exchange, ExchangeError
 from nvrx_slurm.straggler.gpu import find_gpu_times
 from nvrx_slurm.straggler.interval import ReportInterval
+from nvrx_slurm.straggler.others import OtherRanks
 from nvrx_slurm.straggler.report import Report
-from nvrx_slurm.straggler.reporting import SCORES, ReportGenerator
+from nvrx_slurm.straggler.reporting import RELATIVE, SCORES, ReportGenerator
 from nvrx_slurm.straggler.sections import GpuTimes, Sections
 from nvrx_slurm.straggler.statistic import Summary
 
-_log = logging.getLogger(__name__)
+_LONGEST_S = 10**8
+"""What a timer of torch can hold."""
 
 
 @dataclass
@@ -35,44 +36,43 @@ class _Running:
     gpu: GpuTimes | None
     generator: ReportGenerator
     interval: ReportInterval
-    collective: bool
-    """Reports need the other ranks."""
     agents: OverAgents | None
     """This rank's agent hears of every period."""
     by_agents: bool
     """Reports come from there."""
-    timeout_s: float
     callables: WrappedCallables
-    exchange: OverTorch | None = None
-    given_up: object = None
-    """A process group of which a rank did not take part."""
+    others: OtherRanks
     interval_elapsed: bool = False
 
-    def others(self) -> Exchange:
-        """Return the way to the other ranks, made anew when the process group is another one.
+    def meet(self) -> None:
+        """Begin anew with other ranks, if there are others than before."""
+        if self.others.have_changed():
+            self.generator.forget_ranks()
+            self.interval.begin_anew()
+
+    def exchange(self) -> Exchange:
+        """Return the way to the other ranks.
 
         Raises:
-            ExchangeError
+            ExchangeError: it can't be made.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return Alone(0)
-        if not self.collective or dist.group.WORLD is self.given_up:
-            return Alone(dist.get_rank())
-        if self.exchange is None or not self.exchange.is_current:
-            self.generator.forget_ranks()
-            self.exchange = OverTorch(self.timeout_s)
-        return self.exchange
+        self.meet()
+        return self.others.exchange()
 
     def give_up(self, error: ExchangeError) -> None:
-        """Ask nobody in this process group any more: who has missed one exchange would mistake the next."""
-        self.given_up = dist.group.WORLD
-        self.exchange = None
+        """Report on this rank alone until the ranks meet anew."""
+        self.others.give_up(error)
         self.generator.forget_ranks()
-        _log.warning(
-            "one of the ranks did not take part in a report; until they meet anew this one reports on itself "
-            "alone: %s",
-            error,
-        )
+
+    def be_alone(self) -> None:
+        """Go on without GPU, agent and other ranks, which are the parent's."""
+        self.sections.leave_gpu()
+        self.gpu, self.by_agents = None, False
+        if self.agents is not None:
+            self.agents.close()
+            self.agents = None
+        self.others.ask_nobody()
+        self.generator.forget_ranks()
 
 
 class Detector:
@@ -130,8 +130,12 @@ class Detector:
         ):
             raise ValueError(f"profiling_interval is {profiling_interval!r}: an integer from 1 is accepted")
         for name, seconds in (("report_time_interval", report_time_interval), ("timeout_s", timeout_s)):
-            if not 0 < seconds < float("inf"):
-                raise ValueError(f"{name} is {seconds!r}: seconds above 0 are accepted")
+            if not (isinstance(seconds, int | float) and 0 < seconds <= _LONGEST_S):
+                raise ValueError(
+                    f"{name} is {seconds!r}: seconds above 0 are accepted, {_LONGEST_S} at the most"
+                )
+        if not (node_name is None or isinstance(node_name, str)):
+            raise ValueError(f"node_name is {node_name!r}: a text is accepted")
         if exchange not in ("auto", "torch"):
             raise ValueError(f"exchange is {exchange!r}: 'auto' or 'torch' is accepted")
         scores = _scores(scores_to_compute)
@@ -142,11 +146,10 @@ class Detector:
             gpu=gpu,
             generator=ReportGenerator(scores, gather_on_rank0, node_name or socket.gethostname()),
             interval=ReportInterval(report_time_interval, profiling_interval),
-            collective=gather_on_rank0 or "relative_perf_scores" in scores,
             agents=None if channel is None else OverAgents(channel, scores, gather_on_rank0),
             by_agents=channel is not None and exchange == "auto",
-            timeout_s=timeout_s,
             callables=WrappedCallables(),
+            others=OtherRanks(gather_on_rank0 or RELATIVE in scores, timeout_s),
         )
 
     @classmethod
@@ -155,8 +158,9 @@ class Detector:
         running, cls._running = cls._running, None
         if running is not None:
             running.callables.restore()
-            if running.exchange is not None:
-                running.exchange.close()
+            # Somebody may still hold a wrapper.
+            running.sections.leave_gpu()
+            running.others.close()
             if running.agents is not None:
                 running.agents.close()
 
@@ -175,6 +179,7 @@ class Detector:
 
         Raises:
             RuntimeError: before :meth:`initialize`.
+            ValueError: the name is empty, or no text.
         """
         running = cls._running
         if running is None:
@@ -224,7 +229,7 @@ class Detector:
             if running.by_agents:
                 return running.agents.report(sections, kernels)
         try:
-            return running.generator.generate(sections, kernels, running.others())
+            return running.generator.generate(sections, kernels, running.exchange())
         except ExchangeError as error:
             running.give_up(error)
             return None
@@ -237,17 +242,17 @@ class Detector:
             RuntimeError: before :meth:`initialize`.
         """
         running = cls._require()
-
+        running.meet()
         if running.agents is not None:
             running.agents.count_iteration()
 
         def longest(value: float) -> float:
-            if running.by_agents:
-                return value
-            return -float(running.others().smallest(torch.tensor([-value], dtype=torch.float64)))
+            return -float(running.exchange().smallest(torch.tensor([-value], dtype=torch.float64)))
 
         try:
-            running.interval_elapsed = running.interval.iterate(longest)
+            running.interval_elapsed = (
+                running.interval.iterate_alone() if running.by_agents else running.interval.iterate(longest)
+            )
         except ExchangeError as error:
             running.give_up(error)
             running.interval_elapsed = False
@@ -273,16 +278,25 @@ class Detector:
         """
         running = cls._require()
         try:
-            return float(running.others().smallest(torch.tensor([-float(flag)], dtype=torch.float64))) < 0
+            return float(running.exchange().smallest(torch.tensor([-float(flag)], dtype=torch.float64))) < 0
         except ExchangeError as error:
             running.give_up(error)
             return flag
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """Of a child, such as a worker of a data loader: what it measures is its own."""
+        if cls._running is not None:
+            cls._running.be_alone()
 
     @classmethod
     def _require(cls) -> _Running:
         if cls._running is None:
             raise _not_initialized()
         return cls._running
+
+
+os.register_at_fork(after_in_child=Detector._after_fork)
 
 
 def _not_initialized() -> RuntimeError:
@@ -292,7 +306,7 @@ def _not_initialized() -> RuntimeError:
 def _scores(chosen: str | Sequence[str]) -> frozenset[str]:
     if chosen == "all":
         return frozenset(SCORES)
-    names = [chosen] if isinstance(chosen, str) else list(chosen)
-    if not names or not set(names) <= set(SCORES):
+    names = [chosen] if isinstance(chosen, str) else list(chosen) if isinstance(chosen, Collection) else []
+    if not names or not all(name in SCORES for name in names):
         raise ValueError(f"scores_to_compute is {chosen!r}: 'all' or some of {', '.join(SCORES)} is accepted")
     return frozenset(names)

@@ -86,18 +86,12 @@ class OverTorch:
     def __init__(self, timeout_s: float) -> None:
         self.rank = dist.get_rank()
         self.ranks = range(dist.get_world_size())
-        self._of = dist.group.WORLD
         try:
             self._group: Any = dist.new_group(
                 backend="gloo", timeout=datetime.timedelta(seconds=timeout_s), group_desc="nvrx_straggler"
             )
         except (RuntimeError, ValueError) as error:
             raise ExchangeError(str(error)) from error
-
-    @property
-    def is_current(self) -> bool:
-        """It is still that of the process group that training uses."""
-        return dist.is_initialized() and dist.group.WORLD is self._of
 
     def smallest(self, values: torch.Tensor) -> torch.Tensor:
         values = values.clone()
@@ -126,9 +120,8 @@ class OverTorch:
         return [read[text] for text in texts]
 
     def close(self) -> None:
-        """Give the group back; others may be gone already."""
-        if self.is_current:
-            dist.destroy_process_group(self._group)
+        """Give the group back, while that of training is there; other ranks may be gone already."""
+        dist.destroy_process_group(self._group)
 
     def _do(self, operation: Any, *args: Any, **keywords: Any) -> None:
         try:

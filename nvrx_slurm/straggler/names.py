@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from nvrx_slurm.pace.names import MOST_NAMES
 from nvrx_slurm.straggler.exchange import Exchange
 
 
 class Names:
-    """The same on every rank that takes part in the same calls of :meth:`agree`."""
+    """The same on every rank that takes part in the same calls of :meth:`agree`.
+
+    There are :data:`~nvrx_slurm.pace.names.MOST_NAMES` at the most; the rest is left out.
+    """
 
     def __init__(self) -> None:
         self._number: dict[str, int] = {}
@@ -27,18 +31,20 @@ class Names:
         Raises:
             ExchangeError
         """
-        fresh = [name for name in own if name not in self._number]
+        is_full = len(self._number) >= MOST_NAMES
+        fresh = [] if is_full else [name for name in own if name not in self._number]
         nothing_new = exchange.smallest(torch.tensor([float(not fresh)], dtype=torch.float64))
         if bool(nothing_new):
             return
         for words in exchange.all_words(fresh):
             for name in words:
-                self._number.setdefault(name, len(self._number))
+                if len(self._number) < MOST_NAMES:
+                    self._number.setdefault(name, len(self._number))
 
     def row(self, values: Mapping[str, float], missing: float) -> torch.Tensor:
-        """Return ``values`` by number."""
+        """Return ``values`` by number, as far as they have one."""
         row = torch.full((len(self._number),), missing, dtype=torch.float64)
-        if values:
-            places = [self._number[name] for name in values]
-            row[places] = torch.tensor(list(values.values()), dtype=torch.float64)
+        numbered = {self._number[name]: value for name, value in values.items() if name in self._number}
+        if numbered:
+            row[list(numbered)] = torch.tensor(list(numbered.values()), dtype=torch.float64)
         return row

@@ -118,7 +118,8 @@ class ReportGenerator:
 
     def _tell_nodes(self, exchange: Exchange) -> None:
         if self._nodes is None:
-            self._nodes = {rank: words[0] for rank, words in enumerate(exchange.all_words([self._node]))}
+            told = exchange.all_words([self._node])
+            self._nodes = {rank: words[0] for rank, words in zip(exchange.ranks, told, strict=True)}
 
     def _rows(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from nvrx_slurm.pace.names import MOST_NAMES
 from nvrx_slurm.straggler.statistic import Statistic, Summary
 
 NCCL_KERNEL = "ncclDev"
@@ -55,7 +56,7 @@ def gpu_score(reference: Mapping[str, float], own: Mapping[str, Summary]) -> flo
 
 
 class BestOfThisRank:
-    """The lowest median of each name so far: the reference of individual scores."""
+    """The lowest median of each name so far: what individual scores compare with."""
 
     def __init__(self) -> None:
         self._lowest: dict[str, float] = {}
@@ -63,5 +64,6 @@ class BestOfThisRank:
     def update(self, period: Mapping[str, float]) -> Mapping[str, float]:
         """Take in one period; return the references, which include it."""
         for name, median in period.items():
-            self._lowest[name] = min(median, self._lowest.get(name, math.inf))
+            if name in self._lowest or len(self._lowest) < MOST_NAMES:
+                self._lowest[name] = min(median, self._lowest.get(name, math.inf))
         return self._lowest

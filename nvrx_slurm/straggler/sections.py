@@ -12,6 +12,8 @@ from nvrx_slurm.straggler.statistic import Statistic, summarize
 
 MAX_SAMPLES = 8192
 """Kept per section and period; beyond them the oldest go."""
+_IDLE_PERIODS = 8
+"""After so many without a sample a section is forgotten: names may be ever new ones."""
 _SKIPPED: AbstractContextManager[None] = nullcontext()
 
 
@@ -74,10 +76,11 @@ class _TimedWithGpu:
 
 
 class _Section:
-    __slots__ = ("entries", "samples")
+    __slots__ = ("entries", "idle_periods", "samples")
 
     def __init__(self) -> None:
         self.entries = 0
+        self.idle_periods = 0
         self.samples: deque[float] = deque(maxlen=MAX_SAMPLES)
 
 
@@ -95,9 +98,15 @@ class Sections:
         self._sections: dict[str, _Section] = {}
 
     def enter(self, name: str, *, profile_cuda: bool) -> AbstractContextManager[None]:
-        """Return a context that measures its body, unless that is not due or ends with an exception."""
+        """Return a context that measures its body, unless that is not due or ends with an exception.
+
+        Raises:
+            ValueError: the name is none.
+        """
         section = self._sections.get(name)
         if section is None:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of a section is {name!r}: a text that is not empty is accepted")
             section = self._sections.setdefault(name, _Section())
         entry = section.entries
         section.entries = entry + 1
@@ -118,4 +127,13 @@ class Sections:
             samples = [section.samples.popleft() for _ in range(len(section.samples))]
             if summary := summarize(samples):
                 found[name] = summary
+                section.idle_periods = 0
+                continue
+            section.idle_periods += 1
+            if section.idle_periods == _IDLE_PERIODS:
+                del self._sections[name]
         return found
+
+    def leave_gpu(self) -> None:
+        """Measure the host alone from now on."""
+        self._gpu = None

@@ -296,6 +296,32 @@ def test_of_many_kernels_the_heaviest_travel_and_a_datagram_holds_them(
     assert last.period.kernels[0].total_us == 499.0
 
 
+def test_datagrams_hold_the_longest_names_there_are(rank: tuple[PaceChannel, socket.socket]) -> None:
+    channel, agent = rank
+    widest = "\U00020000" * 190
+    kernels = {Kernel(f"{widest}{n}", f"{widest}{n}"): KernelTime(1.0, float(n)) for n in range(64)}
+    assert channel.tell({f"{widest}{n}": SectionPeriod(1.0, 1) for n in range(64)}, kernels)
+    *names, _ = received(agent)
+    assert sum(len(each.names) for each in names if isinstance(each, rank_channel.PaceNames)) == 128
+
+
+def test_names_that_begin_alike_are_told_apart_and_a_kernel_without_one_is_left_out(
+    rank: tuple[PaceChannel, socket.socket],
+) -> None:
+    channel, agent = rank
+    kernels = {Kernel("k" * 300 + end, "step"): KernelTime(1.0, 5.0) for end in "ab"}
+    assert channel.tell(
+        {"line\n": SectionPeriod(1.0, 1), "line\t": SectionPeriod(1.0, 1)},
+        {**kernels, Kernel("", "step"): KernelTime(1.0, 9.0)},
+    )
+    names, period = received(agent)
+    assert all(map(rank_channel.is_acceptable, (names, period)))
+    assert isinstance(names, rank_channel.PaceNames)
+    assert len(set(names.names)) == 4
+    assert printable("step") == "step"
+    assert printable("\ud800\x1b[31m").startswith("??[31m~")
+
+
 def test_an_agent_that_is_behind_or_gone_holds_up_nobody(rank: tuple[PaceChannel, socket.socket]) -> None:
     channel, agent = rank
     sections = {f"section{number}": SectionPeriod(10.0, 20) for number in range(64)}
