@@ -126,9 +126,10 @@ class _LiveStragglers:
 
     def show(self, report: JobReport, new: tuple[Moment, ...]) -> None:
         from nvrx_slurm.report.stragglers import build_stragglers
-        from nvrx_slurm.report.stragglers_render import render
+        from nvrx_slurm.report.stragglers_render import ranks_that_fit, render
 
-        view = render(build_stragglers(self._source.records), self._top)
+        shown = ranks_that_fit(self._live.console.height, self._top)
+        view = render(build_stragglers(self._source.records), shown)
         self._live.update(view, refresh=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -26,6 +26,19 @@ SLOW = 0.75
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Which rank runs where, from one start of the ranks to the next."""
+
+    nodes: tuple[str, ...] = ()
+    ranks_per_node: int = 1
+
+    def node_of(self, rank: int) -> str:
+        """Return the node of a rank; ``?``: not known."""
+        place = rank // self.ranks_per_node
+        return self.nodes[place] if 0 <= place < len(self.nodes) else "?"
+
+
+@dataclass(frozen=True)
 class Report:
     """One comparison of all ranks."""
 
@@ -37,6 +50,12 @@ class Report:
     scores: dict[int, tuple[float, str]]
     """Of the ranks that the journal keeps, the worst ones: score, and the section where they are worst."""
     nodes: dict[str, float]
+    placement: Placement
+
+    @property
+    def has_others(self) -> bool:
+        """Ranks were compared of which the journal keeps no score: they are not among the worst."""
+        return self.compared > len(self.scores)
 
 
 @dataclass
@@ -46,7 +65,9 @@ class RankHistory:
     rank: int
     node: str
     scores: dict[int, float] = field(default_factory=dict)
-    """By report; one that is missing: not among the worst, or not compared."""
+    """By report, where it was among the worst."""
+    fine: int = 0
+    """Reports in which others were the worst: there it counts as 1."""
     section: str = ""
     """Where it was worst when it was worst."""
     verdict: StragglerReport | None = None
@@ -60,14 +81,8 @@ class RankHistory:
 
     @property
     def mean(self) -> float:
-        return fmean(self.scores.values()) if self.scores else 1.0
-
-    @property
-    def trend(self) -> float:
-        """The mean score of the last third of its reports, less that of the first."""
-        values = [self.scores[report] for report in sorted(self.scores)]
-        third = len(values) // 3
-        return fmean(values[-third:]) - fmean(values[:third]) if third else 0.0
+        reports = len(self.scores) + self.fine
+        return (sum(self.scores.values()) + self.fine) / reports if reports else 1.0
 
 
 @dataclass(frozen=True)
@@ -83,20 +98,35 @@ class Stragglers:
     excluded: tuple[tuple[float, str, str], ...]
     """When, which node, and why: those that left for a slow rank."""
 
+    def trend(self, own: RankHistory) -> float:
+        """Return the mean score in the last third of a rank's reports, less that in the first."""
+        values = [
+            own.scores.get(number, 1.0)
+            for number, report in enumerate(self.reports)
+            if number in own.scores or (report.has_others and report.placement.node_of(own.rank) == own.node)
+        ]
+        third = len(values) // 3
+        return fmean(values[-third:]) - fmean(values[:third]) if third else 0.0
+
     @property
     def nodes(self) -> dict[str, float]:
-        """The mean score of each node's ranks, over the reports that tell of the node; the worst first."""
-        found: defaultdict[str, list[float]] = defaultdict(list)
+        """The mean score of each node's ranks, the worst first; where it is not among the worst, 1."""
+        listed: defaultdict[str, list[float]] = defaultdict(list)
+        fine: Counter[str] = Counter()
         for report in self.reports:
             for node, score in report.nodes.items():
-                found[node].append(score)
-        means = {node: fmean(values) for node, values in found.items()}
+                listed[node].append(score)
+            if report.has_others:
+                fine.update(node for node in report.placement.nodes if node not in report.nodes)
+        means = {
+            node: (sum(scores) + fine[node]) / (len(scores) + fine[node]) for node, scores in listed.items()
+        }
         return dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
 
 
 def build_stragglers(records: Iterable[Record]) -> Stragglers:
     """Return what ``records`` tell, in their order."""
-    job, nodes, slots = "", list[str](), 1
+    job, placement = "", Placement()
     reports: list[Report] = []
     ranks: dict[tuple[int, str], RankHistory] = {}
     slowed, kept, excluded = [], [], []
@@ -108,12 +138,11 @@ def build_stragglers(records: Iterable[Record]) -> Stragglers:
         job = record.job or job
         match record.event:
             case CycleStarted(nodes=nodes, world_size=size):
-                slots = max(1, size // max(1, len(nodes)))
+                placement = Placement(tuple(nodes), max(1, size // max(1, len(nodes))))
             case RankScores() as event:
-                report = _report(record, event)
+                report = _report(record, event, placement)
                 for rank, (score, section) in report.scores.items():
-                    node = nodes[rank // slots] if rank // slots < len(nodes) else "?"
-                    own = history(rank, node)
+                    own = history(rank, placement.node_of(rank))
                     if score <= own.worst:
                         own.section = section
                     own.scores[len(reports)] = score
@@ -129,22 +158,32 @@ def build_stragglers(records: Iterable[Record]) -> Stragglers:
                 excluded.append((record.ts, event.node, event.reason))
             case _:
                 pass
+    _count_fine(ranks.values(), reports)
     order = sorted(ranks.values(), key=lambda own: (own.verdict is None, own.mean, own.rank))
     return Stragglers(job, tuple(reports), tuple(order), tuple(slowed), tuple(kept), tuple(excluded))
 
 
-def _report(record: Record, event: RankScores) -> Report:
+def _count_fine(ranks: Iterable[RankHistory], reports: Sequence[Report]) -> None:
+    with_others = {number for number, report in enumerate(reports) if report.has_others}
+    in_placement = Counter(reports[number].placement for number in with_others)
+    for own in ranks:
+        there = sum(count for each, count in in_placement.items() if each.node_of(own.rank) == own.node)
+        own.fine = there - len(with_others & own.scores.keys())
+
+
+def _report(record: Record, event: RankScores, placement: Placement) -> Report:
     scores = {
         rank: (score, event.sections[place] if 0 <= place < len(event.sections) else "")
         for rank, score, place in zip(event.ranks, event.scores, event.worst_in, strict=False)
+        if rank >= 0 and 0 <= score <= 1
     }
-    return Report(
-        record.ts, record.cycle, event.compared, event.missing, event.median, scores, dict(event.nodes)
-    )
+    nodes = {node: score for node, score in event.nodes.items() if 0 <= score <= 1}
+    median = min(max(event.median, 0.0), 1.0)
+    return Report(record.ts, record.cycle, event.compared, event.missing, median, scores, nodes, placement)
 
 
 def document(found: Stragglers, top: int) -> dict[str, Any]:
-    """Return the JSON document; ``top``: ranks in it."""
+    """Return the JSON document; ``top``: ranks in it, the worst first."""
     return {
         "schema": SCHEMA,
         "job": found.job,
@@ -158,7 +197,8 @@ def document(found: Stragglers, top: int) -> dict[str, Any]:
             }
             for report in found.reports
         ],
-        "ranks": [_rank_document(own) for own in found.ranks[:top]],
+        "ranks": [_rank_document(own, found.trend(own)) for own in found.ranks[:top]],
+        "more_ranks": max(0, len(found.ranks) - top),
         "nodes": [{"node": node, "mean": round(mean, 3)} for node, mean in found.nodes.items()],
         "all_slower": [{"at": round(at, 3), **_fields(event)} for at, event in found.slowed],
         "kept": [{"at": round(at, 3), "node": event.node, "why": event.why} for at, event in found.kept],
@@ -166,13 +206,13 @@ def document(found: Stragglers, top: int) -> dict[str, Any]:
     }
 
 
-def _rank_document(own: RankHistory) -> dict[str, Any]:
+def _rank_document(own: RankHistory, trend: float) -> dict[str, Any]:
     return {
         "rank": own.rank,
         "node": own.node,
         "mean": round(own.mean, 3),
         "worst": round(own.worst, 3),
-        "trend": round(own.trend, 3),
+        "trend": round(trend, 3),
         "section": own.section,
         "scores": {str(report): score for report, score in own.scores.items()},
         "named": own.named,

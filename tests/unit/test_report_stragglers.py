@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from report_journals import Writer, write
 from rich.console import Console
@@ -24,7 +27,7 @@ from nvrx_slurm.journal import (
 )
 from nvrx_slurm.pace import KernelLoss
 from nvrx_slurm.report.stragglers import SCHEMA, buckets, build_stragglers, document
-from nvrx_slurm.report.stragglers_render import render
+from nvrx_slurm.report.stragglers_render import ranks_that_fit, render
 
 PYTHON = [sys.executable, "-c", "from nvrx_slurm.cli.report import main; main(prog_name='nvrx-report')"]
 ENVIRON = {"PATH": "/nonexistent", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent", "TZ": "UTC"}
@@ -81,7 +84,7 @@ def test_the_model_has_each_rank_where_it_ran_and_its_trend() -> None:
     found = build_stragglers(journal())
     worst = found.ranks[0]
     assert (worst.rank, worst.node, worst.section, worst.named) == (2, "n2", "load", 1)
-    assert worst.trend < -0.1
+    assert found.trend(worst) < -0.1
     assert [own.rank for own in found.ranks] == [2, 3, 0, 1]
     assert list(found.nodes) == ["n2", "n1"]
     assert [node for _, node, _ in found.excluded] == ["n2"], "only for being slow"
@@ -167,3 +170,82 @@ def test_a_run_that_is_not_there_is_refused_in_one_sentence() -> None:
     done = run("/nonexistent/run")
     assert done.returncode == 2
     assert done.stderr.startswith("nvrx-report: /nonexistent/run does not exist")
+
+
+# --- large jobs, long ones, and journals that others have written -----------------------------------------
+
+
+def scores(worst: dict[int, float], compared: int, **more: Any) -> RankScores:
+    values: dict[str, Any] = {
+        "compared": compared,
+        "missing": 0,
+        "median": 1.0,
+        "sections": ["step"],
+        "ranks": list(worst),
+        "scores": list(worst.values()),
+        "worst_in": [0] * len(worst),
+    }
+    return RankScores(**values | more)
+
+
+def test_a_report_in_which_others_are_the_worst_counts_as_a_good_one() -> None:
+    w = Writer()
+    nodes = [f"n{number}" for number in range(100)]
+    w.at(0.0, CycleStarted(world_size=200, nodes=nodes, spares=[]))
+    for number in range(9):
+        # Rank 7 is slow all the time; each of the others once, and then more so.
+        w.at(
+            60.0 * number, scores({7: 0.6, 20 + number: 0.4}, 200, nodes={"n3": 0.8, f"n{10 + number}": 0.7})
+        )
+    w.at(600.0, CycleStarted(world_size=198, nodes=[*nodes[:3], *nodes[4:]], spares=[]))
+    for number in range(3):
+        w.at(660.0 + number, scores({7: 0.9}, 198, nodes={"n4": 0.95}))
+    found = build_stragglers(w.records)
+    slow, *_ = found.ranks
+    assert (slow.rank, slow.node, slow.mean, slow.fine) == (7, "n3", pytest.approx(0.6), 0)
+    (once,) = [own for own in found.ranks if own.rank == 22]
+    assert (once.node, once.mean, once.fine) == ("n11", pytest.approx(1 - 0.6 / 9), 8)
+    assert found.trend(once) == pytest.approx(0.2)
+    assert next(iter(found.nodes.items())) == ("n3", pytest.approx(0.8))
+    assert document(found, 1)["more_ranks"] == len(found.ranks) - 1 == 10
+
+
+def test_values_that_can_be_none_of_a_coordinator_are_left_out() -> None:
+    w = Writer()
+    w.at(0.0, CycleStarted(world_size=4, nodes=["n1", "n2"], spares=[]))
+    w.at(1.0, scores({-1: 0.5, 0: -1e308, 1: 1e308, 2: 0.5, 10**9: 0.6}, 4, median=7.0, nodes={"n1": -2.0}))
+    w.at(2.0, scores({2: 0.5}, 4, worst_in=[9], sections=[]))
+    found = build_stragglers(w.records)
+    assert [(own.rank, own.node) for own in found.ranks] == [(2, "n2"), (10**9, "?")]
+    assert (found.reports[0].median, found.nodes) == (1.0, {})
+    assert re.search(r"^rank 2 n2 +55$", shown(w.records), re.MULTILINE)
+
+
+def test_long_names_leave_the_numbers_their_room() -> None:
+    w = Writer()
+    w.at(0.0, CycleStarted(world_size=1, nodes=["node" * 20], spares=[]))
+    verdict = StragglerReport(
+        rank=0, node="node" * 20, section="section" * 20, score=0.5, lost_ms=1234.5, reports=2, of_reports=3
+    )
+    kernel = KernelLoss(kernel="_ZN2at6native" * 90, lost_ms=4.0)
+    w.at(1.0, scores({0: 0.5}, 1), msgspec.structs.replace(verdict, kernels=[kernel]))
+    w.at(100_000.0, scores({0: 0.5}, 1))
+    text = shown(w.records)
+    assert max(map(len, text.splitlines())) <= 80
+    (row,) = [line for line in text.splitlines() if "1234" in line]
+    assert row.split()[0] == "0"
+    assert row.split()[-3:] == ["2", "of", "3"]
+    assert re.search(r"2 reports, [\d:]+ to \w+ \d\d [\d:]+\n", text), "on another day"
+    assert text.count("_ZN2at6native") < 6
+
+
+def test_a_live_view_fits_its_terminal() -> None:
+    for lines in (24, 50, 100):
+        top = ranks_that_fit(lines, 16)
+        w = Writer()
+        w.at(0.0, CycleStarted(world_size=32, nodes=[f"n{n}" for n in range(32)], spares=[]))
+        worst = dict.fromkeys(range(32), 0.6)
+        w.at(1.0, scores(worst, 32, nodes={f"n{n}": 0.6 for n in range(32)}))
+        assert len(shown(w.records, top=top).splitlines()) <= lines
+    assert ranks_that_fit(5, 16) == 1
+    assert ranks_that_fit(500, 16) == 16
