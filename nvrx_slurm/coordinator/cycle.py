@@ -123,8 +123,9 @@ class CycleMachine:
         """Nodes on trial without which training got further; see :mod:`nvrx_slurm.coordinator.suspects`."""
         return self._judgement.proven_bad(self._now)
 
-    def start(self) -> list[steps.Command]:
+    def start(self, now: float) -> list[steps.Command]:
         """Begin to form the first cycle."""
+        self._formation.began = now
         return [Arm(Timer.JOIN, self.policy.join_timeout_s), *self._judgement.start()]
 
     def take_over(
@@ -403,7 +404,7 @@ class CycleMachine:
             return
         if not self._formation.awaits_more:
             self._exclude_unhealthy()
-        match self._formation.decide(self.active, self._restart_why):
+        match self._formation.decide(self.active, self._restart_why, self._now):
             case End() as end:
                 self._end_for_lack_of_nodes(end)
             case Arm() as arm:

@@ -8,11 +8,15 @@ from nvrx_slurm.coordinator.policy import EXIT_RESTART_ELSEWHERE, EXIT_USAGE, Po
 from nvrx_slurm.coordinator.steps import Arm, End, Timer
 from nvrx_slurm.journal import NodesAwaited
 
+_LONGEST_GRACE_S = 15.0
+
 
 class Formation:
     """Looks at one job's nodes whenever something changes while there is no cycle."""
 
     def __init__(self, policy: Policy, members: Membership, budget: Budget) -> None:
+        self.began: float | None = None
+        """When the job began to wait for its nodes."""
         self.grace_over = False
         """The first cycle waits no more for nodes that would be spares."""
         self.waits_for: set[Timer] = set()
@@ -28,7 +32,7 @@ class Formation:
         """Tell whether nodes may still come that would stay spares if the first cycle began now."""
         return self._members.expects_more and not self.grace_over and self._budget.restarts == 0
 
-    def decide(self, before: tuple[str, ...], cause: str) -> tuple[str, ...] | Arm | End | None:
+    def decide(self, before: tuple[str, ...], cause: str, now: float) -> tuple[str, ...] | Arm | End | None:
         """Return the nodes of the next cycle, for what to wait, or how the job ends for lack of nodes.
 
         None: nodes have to come, and the timers that run are enough.
@@ -50,8 +54,13 @@ class Formation:
         if members.usable_count < policy.active_nodes:
             return None
         if self.awaits_more:
-            return Arm(Timer.FORM_GRACE, policy.form_grace_s)
+            return Arm(Timer.FORM_GRACE, self._grace_s(now))
         return members.choose(before)
+
+    def _grace_s(self, now: float) -> float:
+        """As long as the first have taken: where agents are slow to start, they differ by more."""
+        took_s = 0.0 if self.began is None else now - self.began
+        return max(self._policy.form_grace_s, min(took_s, _LONGEST_GRACE_S))
 
     def wait_once(self) -> NodesAwaited | None:
         """Return for which lost nodes the next cycle waits; None: for none, or that has been told."""

@@ -183,7 +183,7 @@ class JobRunner:
     def _begin(self) -> Sequence[steps.Command]:
         before = self._spec.succession
         if before is None:
-            return self._machine.start()
+            return self._machine.start(time.monotonic())
         why = f"the Coordinator's host has been silent for {before.silent_s:.0f} s"
         return self._machine.take_over(time.monotonic(), before.lost, why, before.restarts, before.excluded)
 

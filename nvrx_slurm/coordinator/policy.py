@@ -31,7 +31,7 @@ class Policy:
     join_timeout_s: float = 300.0
     """Too few nodes, some never heard of: how long to wait for those."""
     form_grace_s: float = 2.0
-    """Enough nodes at the start: how long to wait for the rest, so that a spare stays one."""
+    """Enough nodes at the start: how long to wait at least for the rest, so that a spare stays one."""
     stop_timeout_s: float = 30.0
     """A node that has not stopped its workers by then leaves the job."""
     term_timeout_s: float | None = None

@@ -56,7 +56,7 @@ class Job:
         """Everything since the beginning."""
         self.last: list[steps.Command] = []
         """What the last event brought."""
-        self._take(self.machine.start())
+        self._take(self.machine.start(self.now))
 
     def _take(self, commands: list[steps.Command]) -> list[steps.Command]:
         self.last = commands

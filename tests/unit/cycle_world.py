@@ -116,7 +116,7 @@ class World:
         self.recalled: set[str] = set()
         self.past: list[steps.Event] = []
         self.now = 0.0
-        self.carry_out(self.machine.start())
+        self.carry_out(self.machine.start(self.now))
         for node in self.policy.nodes[: setting.here]:
             self.feed(steps.NodeJoined(node, setting.slots))
 

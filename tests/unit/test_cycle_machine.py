@@ -60,6 +60,15 @@ def test_with_enough_nodes_the_rest_gets_a_moment_so_that_a_spare_stays_one() ->
     assert job.started == [("n1", "n2")]
 
 
+def test_the_rest_has_as_long_as_the_first_have_taken_within_bounds() -> None:
+    """On a machine where agents are slow to start, they start at more different times, too."""
+    for took, grace in ((0.5, 2.0), (9.0, 9.0), (120.0, 15.0)):
+        job = Job(active=2, spares=1)
+        job.now += took
+        job.join("n1", "n3")
+        assert job.timers[Timer.FORM_GRACE] == grace
+
+
 def test_after_that_moment_the_job_starts_without_the_rest() -> None:
     job = Job(active=2, spares=1).join("n1", "n3").fire(Timer.FORM_GRACE)
     assert job.started == [("n1", "n3")]

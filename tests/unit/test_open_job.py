@@ -30,7 +30,7 @@ class OpenJob(Job):
         self.machine = CycleMachine(self.policy)
         self.commands = []
         self.timers = {}
-        self._take(self.machine.start())
+        self._take(self.machine.start(self.now))
 
     def join_at(self, place: int | None, node: str) -> OpenJob:
         self.feed(steps.NodeJoined(node, self.slots, place))

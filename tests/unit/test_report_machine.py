@@ -22,7 +22,7 @@ class Job:
         self.machine = CycleMachine(Policy(nodes=names, active_nodes=active, max_restarts=max_restarts))
         self.records: list[Record] = []
         self.now = 0.0
-        self._take(self.machine.start())
+        self._take(self.machine.start(self.now))
         for name in names:
             self.feed(steps.NodeJoined(name, slots))
 
