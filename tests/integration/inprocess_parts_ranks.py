@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from bench.ports import free_port
 
 from nvrx_slurm.inprocess import CallWrapper, Compose, Wrapper
 from nvrx_slurm.inprocess.abort import (
@@ -126,9 +128,7 @@ def one_rank(rank: int, faults: Faults, more: dict[str, Any], seen: dict[str, An
 
 def run(name: str, folder: Path) -> list[dict[str, Any]]:
     faults, make = SCENARIOS[name]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     children = []
     for rank in range(RANKS):
         child = os.fork()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-import socket
 import subprocess
 import textwrap
 import uuid
@@ -16,13 +15,6 @@ import psutil
 from harness import BIN, MARK, PATIENCE_S, LocalJob, clean_environment, until
 
 from nvrx_slurm import linux
-
-
-def free_port() -> int:
-    """A port that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class LaunchedJob(LocalJob):

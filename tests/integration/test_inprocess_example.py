@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-
-pytestmark = pytest.mark.timeout(300)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Long enough a time for a step on a busy machine; should it not be, there is one restart more.
@@ -21,7 +16,8 @@ OPTIONS = [
 ]
 FAULTS = ("3:1:exception", "6:0:hang", "8:0:exception", "11:1:hang", "14:1:exception")
 
-sys.path.insert(0, str(EXAMPLES))
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "benchmarks")]
+from bench.ports import free_port  # noqa: E402
 from gpt.losses import read_losses  # noqa: E402
 
 # One after the other in the same processes: torch is imported once, and a wrapper is called twice.
@@ -35,10 +31,7 @@ for argv in json.loads(sys.argv[1]):
 
 def train(*runs: list[str]) -> list[str]:
     """Return the output of each rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"PYTHONPATH": str(EXAMPLES), "TORCH_CPP_LOG_LEVEL": "error"}
     ranks = [
         subprocess.Popen(

@@ -6,19 +6,22 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from harness import RANK, until
-from launchers import LaunchedJob, free_port, launched_jobs
+from launchers import LaunchedJob, launched_jobs
 
 from nvrx_slurm import journal
 from nvrx_slurm.journal import FaultKind
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from bench.ports import free_port
+
 Jobs = partial[LaunchedJob]
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 from bench import document, ending
 from bench.inprocess import plans
 from bench.inprocess.plans import RANKS, Plan
+from bench.ports import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 _CLONE = Path(__file__).resolve().parents[3]
@@ -127,7 +127,7 @@ def _ranks(
         _MARKER: job,
         "WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "error",
         "PYTHONPATH": "" if contender.who == "peer" else str(_CLONE),
@@ -152,13 +152,6 @@ def _ranks(
         finally:
             for rank in started:
                 rank.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _of_job(job: str) -> list[psutil.Process]:

@@ -64,7 +64,7 @@ class Ranks:
     def __init__(self, directory: Path, *, quiet: bool = True) -> None:
         self._directory = directory
         environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "error"}
-        environ["PYTHONPATH"] = str(_SCRIPT.parents[3])
+        environ["PYTHONPATH"] = f"{_SCRIPT.parents[3]}:{_SCRIPT.parents[2]}"
         self._process = subprocess.Popen(
             [sys.executable, str(_SCRIPT), *(["--quiet"] if quiet else [])],
             stdin=subprocess.PIPE,

@@ -14,10 +14,8 @@ import gc
 import json
 import logging
 import os
-import random
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.ports import free_port
 from nvrx_slurm import linux
 from nvrx_slurm.inprocess import (
     Compose,
@@ -713,14 +712,6 @@ def _target(fd: str) -> str:
         return ""
 
 
-def _free_port() -> int:
-    """Return one below those that the kernel gives to others' outgoing connections."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-
-
 @dataclass
 class Child:
     """One rank's process."""
@@ -747,7 +738,7 @@ def fork_rank(request: dict[str, Any], rank: int, port: int) -> Child:
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    port = _free_port()
+    port = free_port()
     children = [fork_rank(request, rank, port) for rank in range(request["world_size"])]
     deadline = time.monotonic() + request.get("timeout", 60)
     unread = {child.reader: child for child in children}
