@@ -28,7 +28,8 @@ from nvrx_slurm.journal import Record, read_journal
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 MARK = "TEST_JOB_MARK"
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
+"""Bounds a hang. On a busy machine a job alone takes half a minute to start."""
 JOB_ID = str(os.getpid())
 """Of this test run alone: two Coordinators in one job are refused."""
 
@@ -218,11 +219,10 @@ class LocalJob:
 
     def _named(self, name: str, node: str | None) -> psutil.Process | None:
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):
+            # psutil completes a short name from the command line.
+            with contextlib.suppress(psutil.Error, OSError):
                 here = node is None or self._node_of(process) == node
-                # psutil completes a short name from the command line.
-                comm = Path(f"/proc/{process.pid}/comm")
-                if here and comm.exists() and comm.read_text().strip() == name:
+                if here and Path(f"/proc/{process.pid}/comm").read_text().strip() == name:
                     return process
         return None
 
@@ -260,7 +260,7 @@ class LocalJob:
         pids = [self.has_started(rank, cycle) for rank in ranks]
         return [process for process in self.processes() if process.pid in pids]
 
-    def nothing_is_left(self, patience_s: float = 5.0) -> bool:
+    def nothing_is_left(self, patience_s: float = PATIENCE_S) -> bool:
         """No process of the job, no private file of an agent."""
         until(f"all has ended: {self._ps()}", lambda: not self.processes(), patience_s)
         until("no private directory", lambda: not list(self._local.iterdir()), patience_s)

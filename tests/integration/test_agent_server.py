@@ -19,7 +19,6 @@ from nvrx_slurm.coordinator.server import AgentServer
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 
-pytestmark = pytest.mark.timeout(60)
 PATIENCE_S = 10.0
 FENCE = "7.0.0"
 WELCOME = msg.Welcome(

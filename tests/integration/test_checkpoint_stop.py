@@ -7,13 +7,11 @@ import signal
 from collections.abc import Callable
 
 import psutil
-import pytest
 from harness import RANK, LocalJob, is_alive, until
 
 from nvrx_slurm import journal
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(120)
 
 # The worker is stopped while the second save is handed over, so it can't have written when its rank dies.
 SCRIPT = (

@@ -10,7 +10,6 @@ from harness import RANK, LocalJob
 from nvrx_slurm import journal
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(name="jobs")

@@ -344,7 +344,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.timeout(240)
 def test_the_flight_recorder_of_every_rank_of_a_real_hang_is_kept_before_anything_is_killed(
     job: MakeJob,
 ) -> None:

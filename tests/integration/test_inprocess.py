@@ -36,7 +36,7 @@ class Scenarios:
         self, *faults: list[tuple[int, str]], world_size: int = 3, scenario: str = "planned", **plan: Any
     ) -> list[Rank]:
         """Run a plan: what happens in each iteration, and more; see the script."""
-        outcome = self._ranks.run({"faults": faults, **plan}, world_size, scenario)
+        outcome = self._ranks.run({"faults": faults, **plan}, world_size, scenario, timeout_s=200)
         assert outcome.hung == [], outcome
         assert not outcome.left_behind, "a supervisor is still there"
         for rank in outcome.ranks:

@@ -13,7 +13,6 @@ from launchers import LaunchedJob, launched_jobs
 from nvrx_slurm import journal
 
 Jobs = partial[LaunchedJob]
-pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = (
     RANK

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).with_name("inprocess_parts_ranks.py")
-pytestmark = pytest.mark.timeout(200)
 
 Ranks = list[dict[str, Any]]
 

@@ -14,7 +14,6 @@ from nvrx_slurm import journal
 from nvrx_slurm.journal import FaultKind, VerdictAction
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(90)
 COLD = ("--warm-start", "off")
 QUICK_STOP = ("--workers-stop-timeout", "300ms")
 STAY_AWAY = ("--rejoin-timeout", "0")

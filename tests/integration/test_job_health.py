@@ -15,7 +15,6 @@ from nvrx_slurm import journal
 from nvrx_slurm.journal import FaultKind
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(240)
 PATIENT_S = 90.0
 """Three agents and what looks at their nodes all start at once."""
 QUICK_STOP = ("--workers-stop-timeout", "300ms")

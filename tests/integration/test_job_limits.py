@@ -14,7 +14,6 @@ from nvrx_slurm import journal
 from nvrx_slurm.journal import FaultKind
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(90)
 COLD = ("--warm-start", "off")
 CLIENT = (
     RANK

@@ -13,7 +13,6 @@ from harness import RANK, LocalJob, until
 from nvrx_slurm import journal
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(90)
 COLD = ("--warm-start", "off")
 MERGED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} (n\d) rank (\d): (.*)")
 

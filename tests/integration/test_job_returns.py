@@ -11,7 +11,6 @@ from nvrx_slurm import journal
 from nvrx_slurm.journal import FaultKind
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(90)
 QUICK = ("--warm-start", "off", "--workers-stop-timeout", "300ms")
 
 TRAINS = (

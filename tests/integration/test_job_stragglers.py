@@ -12,8 +12,6 @@ from harness import LocalJob
 from nvrx_slurm import journal
 from nvrx_slurm.journal import FaultKind
 
-pytestmark = pytest.mark.timeout(120)
-
 # Times that are told, not taken: what a busy machine does to them is the benchmark's affair.
 RANK = """
 import os, time

@@ -23,7 +23,6 @@ from nvrx_slurm.wire import rpc
 from nvrx_slurm.wire.flight_recorder import short_address
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(90)
 
 WAITS = (
     RANK

@@ -18,7 +18,6 @@ from harness import BIN, RANK, LocalJob
 from nvrx_slurm import journal
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(120)
 
 OBSERVES = '''
 """A docstring."""

@@ -14,8 +14,6 @@ import pytest
 from harness import BIN, HERE, until
 from launchers import LaunchedJob, launched_jobs
 
-pytestmark = pytest.mark.timeout(180)
-
 CLONE = HERE.parent.parent
 TELL = """
 import json, os, sys

@@ -24,7 +24,6 @@ RANK = Path(__file__).with_name("local_checkpoint_rank.py")
 SAVER = Path(__file__).with_name("local_checkpoint_saver.py")
 WORLD = 4
 PATIENCE_S = 240
-pytestmark = pytest.mark.timeout(300)
 
 SCENARIOS = [
     "a_save_is_found_and_loaded_by_another_manager",

@@ -14,7 +14,6 @@ from harness import RANK, LocalJob, is_alive, until
 from nvrx_slurm import journal
 
 Jobs = Callable[..., LocalJob]
-pytestmark = pytest.mark.timeout(90)
 QUICK_STOP = ("--workers-stop-timeout", "300ms")
 
 

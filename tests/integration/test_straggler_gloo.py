@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(120)
-
 RANKS = 3
 PROGRAM = """
 import json, logging, sys, time

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "straggler_planted.py"
 
 
-@pytest.mark.timeout(240)
 def test_one_of_each_kind_is_found_and_nobody_is_accused_without_a_cause() -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARK), "--quick", "--json"],

@@ -141,7 +141,6 @@ def saved_steps(out: Path) -> list[int]:
     return [int(path.stem.removeprefix("step_")) for path in sorted(out.glob("step_*.pt"))]
 
 
-@pytest.mark.timeout(300)
 def test_a_run_with_a_killed_rank_has_the_loss_curve_of_an_undisturbed_one(
     runner: Runner, undisturbed: dict[int, float], out: Path, tmp_path: Path
 ) -> None:
@@ -160,7 +159,6 @@ def test_a_run_with_a_killed_rank_has_the_loss_curve_of_an_undisturbed_one(
     assert calls(tmp_path, 1) == ["init", "shutdown"]
 
 
-@pytest.mark.timeout(300)
 def test_when_one_rank_is_asked_to_stop_all_save_and_leave_at_the_same_step(
     runner: Runner, undisturbed: dict[int, float], out: Path
 ) -> None:
@@ -175,7 +173,6 @@ def test_when_one_rank_is_asked_to_stop_all_save_and_leave_at_the_same_step(
     assert read_losses(out / "loss.jsonl") == undisturbed
 
 
-@pytest.mark.timeout(300)
 def test_a_torn_newest_checkpoint_is_skipped_for_the_one_before(
     runner: Runner, undisturbed: dict[int, float], out: Path
 ) -> None:
@@ -192,7 +189,6 @@ def test_a_torn_newest_checkpoint_is_skipped_for_the_one_before(
     assert read_losses(out / "loss.jsonl") == undisturbed
 
 
-@pytest.mark.timeout(180)
 def test_it_runs_as_one_plain_process(runner: Runner, tmp_path: Path) -> None:
     process = runner.start([str(SCRIPT), "--steps", "2", *TINY], {"NVRX_RUN_DIR": str(tmp_path)})
     try:
@@ -204,7 +200,6 @@ def test_it_runs_as_one_plain_process(runner: Runner, tmp_path: Path) -> None:
     assert list(read_losses(tmp_path / "train" / "loss.jsonl")) == [1, 2]
 
 
-@pytest.mark.timeout(180)
 def test_it_runs_under_torchrun_and_refuses_other_settings_on_resume(runner: Runner, out: Path) -> None:
     def torchrun(*arguments: str) -> tuple[int, str]:
         # An address of ours: torchrun's own guess waits in vain where the host's name does not resolve.

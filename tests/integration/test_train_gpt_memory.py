@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from harness import LocalJob, until
 
 from nvrx_slurm import journal
@@ -18,7 +17,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = ("--layers", "1", "--heads", "2", "--width", "16", "--batch", "2", "--block", "16")
 
 
-@pytest.mark.timeout(180)
 def test_a_restart_loads_from_memory_outside_the_ranks(job: Callable[..., LocalJob], tmp_path: Path) -> None:
     run = job(
         "",

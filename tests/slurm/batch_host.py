@@ -12,9 +12,8 @@ def batch_host(job: SlurmJob) -> str:
     return job.slurm_fields()["BatchHost"]
 
 
-def wait_for_state(job: SlurmJob, state: str, timeout_s: float) -> None:
+def wait_for_state(job: SlurmJob, state: str) -> None:
     wait_until(
         f"{state}: {job.slurm_fields()}\n{job.log()}",
         lambda: job.slurm_fields()["JobState"] == state,
-        timeout_s,
     )

@@ -18,13 +18,11 @@ QUICK_S = 150.0
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(os.geteuid() != 0, reason="a dev cluster needs root"),
     pytest.mark.skipif(shutil.which("slurmctld") is None, reason="Slurm is not installed: run bin/nvrx-test"),
 ]
 
 
-@pytest.mark.timeout(240)
 def test_the_quick_recovery_benchmark_ends_in_time_with_our_recovery_in_it() -> None:
     with subprocess.Popen(
         [sys.executable, str(BENCHMARKS / "recovery.py"), "--quick", "--json"],
@@ -56,7 +54,7 @@ def test_the_quick_hooks_benchmark_tells_what_a_prolog_takes_beside_the_floor() 
         stderr=subprocess.PIPE,
         text=True,
     ) as benchmark:
-        out, err = benchmark.communicate(timeout=110)
+        out, err = benchmark.communicate(timeout=240)
 
     assert benchmark.returncode == 0, err
     rows = {(row["case"], row["who"], row["metric"]): row for row in json.loads(out)["rows"]}
@@ -67,7 +65,6 @@ def test_the_quick_hooks_benchmark_tells_what_a_prolog_takes_beside_the_floor() 
     assert not (BASE / f"hooks{benchmark.pid}").exists()
 
 
-@pytest.mark.timeout(300)
 def test_a_short_soak_finds_nothing_that_leaks_and_the_loss_curve_as_it_should_be() -> None:
     with subprocess.Popen(
         [sys.executable, str(BENCHMARKS / "soak.py"), "--quick", "--json"],

@@ -33,7 +33,6 @@ def _why_not() -> str:
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(bool(_why_not()), reason=_why_not()),
 ]
 
@@ -44,20 +43,20 @@ NAME = f"t{os.getpid()}"
 def devcluster(*arguments: str, name: str = NAME) -> subprocess.CompletedProcess[str]:
     command, *rest = arguments
     return subprocess.run(
-        [COMMAND, command, "--name", name, *rest], capture_output=True, text=True, timeout=100, check=False
+        [COMMAND, command, "--name", name, *rest], capture_output=True, text=True, timeout=240, check=False
     )
 
 
 def slurm(cluster: DevCluster, *argv: str) -> str:
     environment = {**os.environ, **cluster.environment()}
     done = subprocess.run(
-        argv, env=environment, cwd="/", capture_output=True, text=True, timeout=60, check=False
+        argv, env=environment, cwd="/", capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def wait_for(what: str, condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+def wait_for(what: str, condition: Callable[[], bool], patience_s: float = 120.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
@@ -201,7 +200,7 @@ def test_of_two_ups_at_once_one_wins(other_name: str) -> None:
         subprocess.Popen([COMMAND, "up", "--name", other_name], stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [up.communicate(timeout=60)[1] for up in ups]
+    said = [up.communicate(timeout=240)[1] for up in ups]
 
     lost = [up for up in ups if up.returncode != 0]
     assert len(lost) <= 1  # none, when the second came so late that it found the cluster up
@@ -368,7 +367,7 @@ def test_other_users_can_submit_but_not_take_it_down(cluster: DevCluster) -> Non
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
 
@@ -441,7 +440,7 @@ def test_slurm_sees_lost_nodes_down_and_gets_them_back(healthy: DevCluster) -> N
         states = slurm(healthy, "sinfo", "-h", "-N", "-n", "n2,n3", "-o", "%T").split()
         return states == ["down*", "down*"]
 
-    wait_for("n2 and n3 are DOWN in Slurm", both_down, 80)
+    wait_for("n2 and n3 are DOWN in Slurm", both_down)
     healthy.restore_node("n3")
     healthy.restore_node("n2")
 
@@ -503,7 +502,7 @@ def test_exec_stays_inside_the_node_where_the_whole_machine_is_a_chroot(other_na
             ["unshare", "--mount", "sh", "-c", script],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
     finally:

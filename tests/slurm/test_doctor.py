@@ -14,7 +14,7 @@ from nvrx_slurm.slurm.batch_script import DirectiveError, split_words
 
 from .jobs import CLONE, SlurmJobs, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slurm
 
 DOCTOR = CLONE / "bin" / "nvrx-doctor"
 _TRICKY = [
@@ -37,7 +37,7 @@ def _doctor(slurm: SlurmJobs, *arguments: str) -> tuple[int, dict[str, object]]:
         env={**os.environ, **slurm.cluster.environment()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
@@ -64,9 +64,7 @@ def test_a_held_job_is_explained_and_its_fix_works(slurm: SlurmJobs) -> None:
         command = held["fix"].removeprefix("the owner can: ").split()
         assert command == ["scontrol", "release", job_id]
         slurm.run(*command)
-        wait_until(
-            "the job runs", lambda: "RUNNING" in slurm.run("squeue", "-h", "-o", "%T", "-j", job_id), 20
-        )
+        wait_until("the job runs", lambda: "RUNNING" in slurm.run("squeue", "-h", "-o", "%T", "-j", job_id))
         code, document = _doctor(slurm, "why", job_id)
         assert (code, list(_findings(document))) == (0, ["W9"])
     finally:
@@ -81,7 +79,6 @@ def test_an_exclusion_that_is_too_wide_is_counted_and_its_fix_works(slurm: Slurm
         wait_until(
             "Slurm gives the job up",
             lambda: "BadConstraints" in slurm.run("squeue", "-h", "-o", "%r", "-j", job_id),
-            30,
         )
         code, document = _doctor(slurm, "why", job_id)
         found = _findings(document)
@@ -89,9 +86,7 @@ def test_an_exclusion_that_is_too_wide_is_counted_and_its_fix_works(slurm: Slurm
         assert found["W3"]["read"] == "5 usable of 5 in batch, 4 of them excluded: 1 left, 2 needed"
         assert found["W3"]["fix"].startswith("exclude 3 nodes at most: ")
         slurm.run(*found["W3"]["fix"].partition(": ")[2].split())
-        wait_until(
-            "the job runs", lambda: "RUNNING" in slurm.run("squeue", "-h", "-o", "%T", "-j", job_id), 30
-        )
+        wait_until("the job runs", lambda: "RUNNING" in slurm.run("squeue", "-h", "-o", "%T", "-j", job_id))
     finally:
         slurm.run("scancel", job_id)
 
@@ -114,7 +109,7 @@ def test_a_directive_is_split_as_this_sbatch_splits_it(slurm: SlurmJobs, line: s
         env={**os.environ, **slurm.cluster.environment()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     theirs = re.findall(r'Found in script, argument "(.*)"$', done.stderr, re.M)

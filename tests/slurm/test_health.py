@@ -13,7 +13,7 @@ from nvrx_slurm.journal import CycleStarted, HealthChecked, NodeExcluded, Requeu
 
 from .jobs import CLONE, SlurmJob, SlurmJobs, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 class Site:
@@ -60,9 +60,9 @@ def test_a_spare_takes_the_place_of_a_node_that_breaks_during_training(slurm: Sl
     spare = job.events(CycleStarted)[0].event.spares[0]
     broken = job.place_of(2)[0]
     site.break_node(broken)
-    wait_until(f"{broken} says so: {job.log()}", lambda: "fail" in _says(job, broken), 60)
+    wait_until(f"{broken} says so: {job.log()}", lambda: "fail" in _says(job, broken))
     job.signal_rank(0, signal.SIGKILL)
-    assert job.wait_for_end(120) == 0, job.log()
+    assert job.wait_for_end() == 0, job.log()
     assert set(job.active_nodes()) == {job.events(CycleStarted)[0].event.nodes[0], spare}
     (excluded,) = [record.event for record in job.events(NodeExcluded)]
     assert (excluded.node, excluded.reason) == (broken, "site-scripts script fan: the fan is off")
@@ -72,7 +72,7 @@ def test_a_spare_takes_the_place_of_a_node_that_breaks_during_training(slurm: Sl
             [CLONE / "bin" / "nvrx-report", "--json", job.run_dir],
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout
     )
     assert [(out["node"], out["why"]) for out in report["nodes_excluded"]] == [(broken, excluded.reason)]
@@ -85,9 +85,9 @@ def test_without_a_spare_slurm_starts_the_job_again_elsewhere(slurm: SlurmJobs, 
     broken = slurm.cluster.node_names[0]
     site.break_node(broken)
     job = _train(slurm, site, 40, nodes=2, spares=0)
-    requeued = job.wait_for(Requeued, cycle=0, timeout_s=120).event
+    requeued = job.wait_for(Requeued, cycle=0).event
     assert requeued.excluded == [broken]
-    wait_until(f"it starts again: {job.log()}", lambda: len(job.events(CycleStarted)) > 0, 180)
-    assert job.wait_for_end(180) == 0, job.log()
+    wait_until(f"it starts again: {job.log()}", lambda: len(job.events(CycleStarted)) > 0)
+    assert job.wait_for_end() == 0, job.log()
     assert broken not in job.active_nodes()
     assert sorted(job.curve()) == list(range(1, 41))

@@ -21,7 +21,6 @@ from .jobs import CLONE, TRAIN_GPT, SlurmJobs, wait_until
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(os.geteuid() != 0, reason="a dev cluster needs root"),
     pytest.mark.skipif(shutil.which("slurmctld") is None, reason="Slurm is not installed: run bin/nvrx-test"),
 ]
@@ -76,7 +75,7 @@ def healthy(cluster: DevCluster) -> Iterator[DevCluster]:
 
 
 def inside(cluster: DevCluster, node: str, *argv: str, code: int = 0) -> str:
-    done = cluster.exec(node, argv, capture_output=True, text=True, timeout=120)
+    done = cluster.exec(node, argv, capture_output=True, text=True, timeout=240)
     assert done.returncode == code, (argv, done.stdout, done.stderr)
     return str(done.stdout)
 
@@ -85,7 +84,7 @@ def check(cluster: DevCluster, node: str, config: Path, only: Sequence[str] = ()
     """Run the checks of a prolog on a node; return ``check scope`` by status."""
     argv = [str(BIN / "nvrx-health"), "check", "--stage", "prolog", "--json"]
     options = ["--config", str(config), "--state-dir", STATE, *(f"--only={name}" for name in only)]
-    done = cluster.exec(node, [*argv, *options], capture_output=True, text=True, timeout=120)
+    done = cluster.exec(node, [*argv, *options], capture_output=True, text=True, timeout=240)
     found: dict[str, set[str]] = {}
     for result in json.loads(done.stdout)["results"]:
         found.setdefault(result["status"], set()).add(f"{result['check']} {result['scope']}")
@@ -127,12 +126,12 @@ def test_storage_that_hangs_holds_a_process_that_even_sigkill_does_not_end(
         return inside(healthy, "n2", "sh", "-c", f"cut -d' ' -f3 /proc/{pid}/stat 2>/dev/null; true").strip()
 
     inside(healthy, "n2", "sh", "-c", f"kill -9 {pid}")
-    wait_until("it is in state D, killed and alive", lambda: state() == "D", 20)
+    wait_until("it is in state D, killed and alive", lambda: state() == "D")
     assert check(healthy, "n2", config, ["paths"]) == {"fail": {"paths path /storage"}}
     assert check(healthy, "n1", config, ["paths"]) == {"ok": {"paths node"}}
     assert state() == "D"
     healthy.heal("n2")
-    wait_until("it has died", lambda: state() in ("", "Z"), 20)
+    wait_until("it has died", lambda: state() in ("", "Z"))
     assert check(healthy, "n2", config, ["paths"]) == {"ok": {"paths node"}}
 
 
@@ -144,7 +143,7 @@ def test_storage_whose_server_fails_gives_its_error(
     healthy: DevCluster, config: Path, mode: str, says: str
 ) -> None:
     healthy.inject("n2", [f"storage.{mode}"])
-    done = healthy.exec("n2", ["stat", "/storage"], capture_output=True, text=True, timeout=60)
+    done = healthy.exec("n2", ["stat", "/storage"], capture_output=True, text=True, timeout=240)
     assert says in done.stderr
     assert check(healthy, "n2", config, ["paths"]) == {"fail": {"paths path /storage"}}
     healthy.inject("n2", ["storage.ok"])
@@ -163,17 +162,17 @@ def test_a_spare_takes_the_place_of_a_node_whose_gpu_falls_off_the_bus(
             nodes=3,
             sbatch=("--gpus-per-node=8",),
         )
-        job.wait_for_training(cycle=0, timeout_s=120)
+        job.wait_for_training(cycle=0)
         first = job.events(CycleStarted)[0].event
         broken = first.nodes[1]
         healthy.inject(broken, ["gpu.3.lost"])
-        assert job.wait_for_end(240) == 0, job.log()
+        assert job.wait_for_end() == 0, job.log()
         assert set(job.active_nodes()) == {first.nodes[0], first.spares[0]}
         (excluded,) = [record.event for record in job.events(NodeExcluded)]
         assert (excluded.node, excluded.reason) == (broken, "gpu-lost gpu 3: fallen off the bus")
         assert sorted(job.curve()) == list(range(1, 101))
         report = subprocess.run(
-            [BIN / "nvrx-report", "--json", job.run_dir], capture_output=True, check=True, timeout=60
+            [BIN / "nvrx-report", "--json", job.run_dir], capture_output=True, check=True, timeout=240
         ).stdout
         why = [(out["node"], out["why"]) for out in json.loads(report)["nodes_excluded"]]
         assert why == [(broken, excluded.reason)]
@@ -190,7 +189,7 @@ def test_a_job_never_begins_on_a_node_whose_prolog_finds_a_broken_gpu(
     prefix = tmp_path_factory.mktemp("site") / "nvrx"
     install = [str(BIN / "nvrx-health"), "install-hooks", "--prefix", str(prefix)]
     lines = subprocess.run(
-        install, capture_output=True, text=True, check=True, timeout=60
+        install, capture_output=True, text=True, check=True, timeout=240
     ).stdout.splitlines()
     hooked = [line for line in lines if line.startswith(("Prolog", "Epilog"))]
     cluster = DevCluster(f"hookedsim{os.getpid()}")
@@ -204,7 +203,7 @@ def test_a_job_never_begins_on_a_node_whose_prolog_finds_a_broken_gpu(
 
     def slurm(*argv: str) -> str:
         return subprocess.run(
-            argv, env=environ, cwd="/", capture_output=True, text=True, timeout=60, check=True
+            argv, env=environ, cwd="/", capture_output=True, text=True, timeout=240, check=True
         ).stdout
 
     try:
@@ -218,7 +217,7 @@ def test_a_job_never_begins_on_a_node_whose_prolog_finds_a_broken_gpu(
             fields.update(parse_fields(slurm("scontrol", "-o", "show", "job", job)))
             return fields["JobState"] == "COMPLETED"
 
-        wait_until(f"job {job} is done", over, 120)
+        wait_until(f"job {job} is done", over)
         assert (fields["NodeList"], fields["Restarts"]) == ("n2", "1")
         reason = slurm("sinfo", "-h", "-n", "n1", "-o", "%E")
         assert reason.startswith("nvrx:gpu-row-remap:gpu-2:isolate ")
@@ -236,7 +235,7 @@ def test_a_fault_that_there_is_not_is_refused_and_nothing_is_broken(
         (["gpu.0.lost", "gpu.8.lost"], "this node has GPU 0 to 7"),
         (["gpu.0.lost", "gpu.1.losst"], "did you mean gpu.N.lost?"),
     ):
-        done = subprocess.run([*argv, *faults], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*argv, *faults], capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 2
         assert says in done.stderr
     assert check(healthy, "n1", config, ["gpu-lost"]) == {"ok": {"gpu-lost node"}}

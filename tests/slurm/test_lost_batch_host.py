@@ -35,17 +35,17 @@ def test_w21_a_job_whose_batch_host_dies_is_requeued_without_it_and_training_res
 
     slurm.cluster.kill_node(host)
 
-    lost = job.wait_for(CoordinatorLost, cycle=0, timeout_s=150).event
+    lost = job.wait_for(CoordinatorLost, cycle=0).event
     assert lost.host == host
     assert lost.fence == f"{job.job_id}.0.1"
     requeued = job.wait_for(Requeued, cycle=0).event
     # Once Slurm has taken the host out of the job, which it does when it holds it for down, a cluster without
     # slurmdbd changes nothing of the job; then the host stays away for being down.
     assert requeued.excluded == [host] or "Slurm takes no changes" in " ".join(requeued.warnings)
-    resumed = job.wait_for(CheckpointLoaded, cycle=1, timeout_s=240)
+    resumed = job.wait_for(CheckpointLoaded, cycle=1)
     assert resumed.attempt == 1
     assert host not in job.active_nodes()
-    assert job.wait_for_end(120) == 0, job.log()
+    assert job.wait_for_end() == 0, job.log()
     assert job.slurm_fields()["JobState"] == "COMPLETED"
     assert sorted(job.curve()) == list(range(1, 201))
 
@@ -55,7 +55,7 @@ def test_w21_a_standby_goes_on_in_the_same_allocation_and_slurm_learns_the_exit_
 ) -> None:
     steps = 200
     undisturbed = slurm.train(steps, nodes=4, spares=0, name="undisturbed")
-    assert undisturbed.wait_for_end(120) == 0, undisturbed.log()
+    assert undisturbed.wait_for_end() == 0, undisturbed.log()
 
     job = slurm.train(steps, "--standby-coordinator", nodes=5, spares=1, name="disturbed")
     job.wait_for_training(cycle=0, steps=15)
@@ -72,12 +72,12 @@ def test_w21_a_standby_goes_on_in_the_same_allocation_and_slurm_learns_the_exit_
     assert [e.event.node for e in job.events(Verdict)] == [host]
     assert "takes over" in job.log(), "the job's output file goes on"
 
-    wait_until("the end", lambda: bool(job.events(JobEnded)), 120)
+    wait_until("the end", lambda: bool(job.events(JobEnded)))
     assert job.events(JobEnded)[-1].event.code == 0
     assert job.curve() == undisturbed.curve()
     # Slurm gives the job all its nodes again, and there are no more than these.
     slurm.cluster.restore_node(host)
-    wait_for_state(job, "COMPLETED", 240)
+    wait_for_state(job, "COMPLETED")
     assert job.slurm_fields()["ExitCode"] == "0:0"
     assert [e.event.code for e in job.events(ExitDeferred)] == [0]
     assert [e.event.code for e in job.events(ExitReported)] == [0]
@@ -91,8 +91,8 @@ def test_w21_a_job_that_fails_under_a_standby_is_a_failed_job(slurm: SlurmJobs) 
     slurm.cluster.kill_node(host)
     job.wait_for_training(cycle=1, timeout_s=TAKEOVER_S)
     job.signal_rank(0, signal.SIGKILL)
-    wait_until("the end", lambda: bool(job.events(JobEnded)), 60)
+    wait_until("the end", lambda: bool(job.events(JobEnded)))
     assert job.events(JobEnded)[-1].event.code == 1
     slurm.cluster.restore_node(host)
-    wait_for_state(job, "FAILED", 240)
+    wait_for_state(job, "FAILED")
     assert job.slurm_fields()["ExitCode"] == "1:0"

@@ -8,7 +8,7 @@ from nvrx_slurm.journal import CycleStarted, FirstStep, NodeGivenUp, NodeJoined,
 
 from .jobs import SlurmJob, SlurmJobs, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 
 def _train(slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int) -> SlurmJob:
@@ -16,11 +16,11 @@ def _train(slurm: SlurmJobs, steps: int, *options: str, nodes: int, spares: int)
     return slurm.train(steps, "--nproc-per-node=auto", *options, nodes=nodes, spares=spares, sbatch=gpus)
 
 
-def _wait_for_return(job: SlurmJob, node: str, timeout_s: float = 90.0) -> None:
+def _wait_for_return(job: SlurmJob, node: str) -> None:
     def is_back() -> bool:
         return any(r.event.returned and r.event.node == node for r in job.events(NodeJoined))
 
-    wait_until(f"{node} is back\n{job.log()}", is_back, timeout_s)
+    wait_until(f"{node} is back\n{job.log()}", is_back)
 
 
 def _with_agents(job: SlurmJob) -> set[str]:
@@ -51,7 +51,7 @@ def test_a_killed_agent_without_a_spare_heals_in_the_same_allocation(slurm: Slur
     # Two ranks a node again: the new step has the node's GPUs as the first one had.
     assert (job.active_nodes(), _last_started(job).world_size) == (nodes, 8)
     assert job.slurm_fields()["Restarts"] == "0"
-    assert job.wait_for_end(120) == 0, job.log()
+    assert job.wait_for_end() == 0, job.log()
     assert sorted(job.curve()) == list(range(1, 121))
     assert len(job.events(Verdict)) == 1
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
@@ -72,7 +72,7 @@ def test_a_node_that_was_cut_off_for_a_while_comes_back_as_a_spare(slurm: SlurmJ
     job.wait_for(FirstStep, cycle=2)
     assert job.active_nodes()[2] == cut_off
     slurm.run("scancel", job.job_id)
-    job.wait_for_end(60)
+    job.wait_for_end()
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
 
 
@@ -91,14 +91,13 @@ def test_a_node_that_lost_power_comes_back_to_the_job_if_slurm_has_not_missed_it
             len(_with_agents(job)) == 5
             and job.events(FirstStep)[-1].cycle == job.events(CycleStarted)[-1].cycle
         ),
-        90,
     )
     assert job.slurm_fields()["Restarts"] == "0"
     slurm.run("scancel", job.job_id)
-    job.wait_for_end(60)
+    job.wait_for_end()
     slurm.wait_until_nothing_is_left([node for node in slurm.cluster.node_names if node != lost])
     # Booted anew its slurmd has another command line.
-    wait_until("nothing but slurmd", lambda: not any("nvrx" in c for c in slurm.left_on(lost)), 20)
+    wait_until("nothing but slurmd", lambda: not any("nvrx" in c for c in slurm.left_on(lost)))
 
 
 def test_a_node_that_slurm_has_taken_out_of_the_job_is_given_up(slurm: SlurmJobs) -> None:
@@ -108,9 +107,9 @@ def test_a_node_that_slurm_has_taken_out_of_the_job_is_given_up(slurm: SlurmJobs
     slurm.cluster.kill_node(lost)
     job.wait_for(FirstStep, cycle=1)
     slurm.cluster.restore_node(lost)
-    wait_until("it is given up", lambda: bool(job.events(NodeGivenUp)), 60)
+    wait_until("it is given up", lambda: bool(job.events(NodeGivenUp)))
     given_up = job.events(NodeGivenUp)[0].event
     assert isinstance(given_up, NodeGivenUp)
     assert (given_up.node, given_up.why) == (lost, "Slurm has taken it out of the job")
-    assert job.wait_for_end(120) == 0, job.log()
+    assert job.wait_for_end() == 0, job.log()
     slurm.wait_until_nothing_is_left([node for node in slurm.cluster.node_names if node != lost])

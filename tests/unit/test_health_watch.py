@@ -21,8 +21,6 @@ from nvrx_slurm.health.result import CheckResult, Status
 from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.wire import messages as msg
 
-pytestmark = pytest.mark.timeout(60)
-
 HELPER = """
 import json, os, sys, time
 looks = 0

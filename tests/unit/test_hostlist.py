@@ -57,7 +57,7 @@ def test_what_is_no_list_is_refused_with_the_place(text: str, complaint: str) ->
     assert repr(text) in str(refused.value)
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 def test_a_list_of_too_many_hosts_is_refused_before_it_fills_the_memory() -> None:
     with pytest.raises(HostlistError, match="more than 1000000 hosts"):
         expand_hostlist("n[1-999999][1-999999][1-999999]")

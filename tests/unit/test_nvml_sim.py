@@ -25,7 +25,6 @@ from nvrx_slurm.health.runner import run_one
 from nvrx_slurm.health.stage import Stage
 from nvrx_slurm.health.unavailable import UnavailableError
 
-pytestmark = pytest.mark.timeout(120)
 OF_CHECKS = [name for name in CHECKS if name.startswith(("gpu-", "nvlink-", "nic-affinity"))]
 CODES = [*NvmlCode, 31, 12345]
 READINGS = {

@@ -11,7 +11,6 @@ from simulated_node import SimulatedNode
 
 from nvrx_slurm.health.stage import Stage
 
-pytestmark = pytest.mark.timeout(120)
 HANGS_S = 0.3
 OF_NVML = {
     "gpu-count": "nvmlDeviceGetCount",
