@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
@@ -49,6 +51,42 @@ def fail(message: str) -> None:
     raise ArithmeticError(message)
 
 
+class OwnMetadata(Metadata):
+    """A planner's own, as Megatron-LM has it."""
+
+
+class OwnPlanner(DefaultSavePlanner):
+    """Needs no coordinator for the plan of a rank: no two ranks have the same tensor."""
+
+    can_run_decentralized_global_plan = True
+
+    def create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Any]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, OwnMetadata(**vars(metadata))
+
+    def create_decentralized_global_plan(self, local_plan: Any) -> Any:
+        return local_plan
+
+
+class CoordinatorsPlans:
+    """Counts how often plans come from a coordinator: nothing else is scattered."""
+
+    count = 0
+
+    def __enter__(self) -> CoordinatorsPlans:
+        self._real = dist.scatter_object_list
+
+        def scatter(*arguments: Any, **keywords: Any) -> None:
+            self.count += 1
+            self._real(*arguments, **keywords)
+
+        dist.scatter_object_list = scatter
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        dist.scatter_object_list = self._real
+
+
 class Scenes:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
@@ -57,9 +95,11 @@ class Scenes:
         self.mesh = init_device_mesh("cpu", (2,))
 
     def schedule(self, state: dict[str, Any], path: Path, **how: Any) -> FileSystemWriterAsync:
-        cache = how.pop("cache", None)
+        cache, planner = how.pop("cache", None), how.pop("planner", None)
         writer = FileSystemWriterAsync(path, **how)
-        plan = save_state_dict_async_plan(state, writer, enable_cache=cache is not None, metadata_cache=cache)
+        plan = save_state_dict_async_plan(
+            state, writer, planner=planner, enable_cache=cache is not None, metadata_cache=cache
+        )
         save, preload, arguments = writer.get_save_function_and_args()
         finish = partial(save_state_dict_async_finalize, *plan)
         self.queue.schedule_async_request(AsyncRequest(save, arguments, [finish], preload_fn=preload))
@@ -204,6 +244,58 @@ class Scenes:
         second = zeroed({"a": state["a"]})
         dcp.load(second, checkpoint_id=self.folder / "cached2")
         return {"reused": reused, "equal": equal(state, loaded) and equal({"a": state["a"]}, second)}
+
+    def plans_without_a_coordinator(self) -> dict[str, Any]:
+        """As Megatron-LM plans: gathered once, then known from the save before, or the checkpoint loaded."""
+        cache = CheckpointMetadataCache()
+        state: dict[str, Any] = {f"own{self.rank}": torch.ones(5)}
+        how: list[tuple[bool, bool]] = []
+
+        def save(name: str) -> None:
+            state[f"own{self.rank}"] += 1
+            self.save(state, self.folder / name, cache=cache, planner=OwnPlanner())
+            how.append((cache.validated_cache_reuse, cache.validated_loaded_metadata_reuse))
+
+        with CoordinatorsPlans() as gathered:
+            for number in range(3):
+                save(f"decentral{number}")
+            before_restart = gathered.count
+            cache = CheckpointMetadataCache()
+            reader = CachedMetadataFileSystemReader(self.folder / "decentral2")
+            cache.set_cached_global_metadata(reader.read_metadata())
+            for number in range(3, 5):
+                save(f"decentral{number}")
+            after_restart = gathered.count - before_restart
+            state[f"added{self.rank}"] = torch.zeros(2)
+            save("decentral5")
+            del state[f"added{self.rank}"]
+            save("decentral6")  # the loaded checkpoint's plan again, but not with its metadata
+        loaded = []
+        for number in (2, 4, 5, 6):
+            blank = zeroed(state)
+            dcp.load(blank, checkpoint_id=self.folder / f"decentral{number}")
+            loaded.append(float(blank[f"own{self.rank}"].unique().item()))
+        dist.barrier()
+        return {"how": how, "gathered": [before_restart, after_restart], "loaded": loaded}
+
+    def a_plan_of_its_own_that_fails_on_one_rank(self) -> dict[str, Any]:
+        planner = OwnPlanner()
+        if self.rank:
+            planner.create_decentralized_global_plan = fail  # type: ignore[method-assign]
+        try:
+            self.save({str(self.rank): torch.ones(3)}, self.folder / "plan", planner=planner)
+        except CheckpointException as error:
+            return {"error": list(error.failures)}
+        return {"error": None}
+
+    def another_directory_is_named_at_the_load(self) -> dict[str, Any]:
+        for value in (1.0, 2.0):
+            self.save({str(self.rank): torch.full((9,), value)}, self.folder / f"named{value:.0f}")
+        dist.barrier()
+        state = {str(self.rank): torch.zeros(9)}
+        reader = CachedMetadataFileSystemReader(self.folder / "named1")
+        dcp.load(state, storage_reader=reader, checkpoint_id=self.folder / "named2")
+        return {"loaded": float(state[str(self.rank)].unique().item()), "of": Path(reader.folder).name}
 
     def overwriting(self) -> dict[str, Any]:
         path = self.folder / "over"

@@ -25,6 +25,9 @@ SCENES = (
     "one_rank_cannot_pickle",
     "a_synchronous_save_fails_on_one_rank",
     "structure_changes_between_cached_saves",
+    "plans_without_a_coordinator",
+    "a_plan_of_its_own_that_fails_on_one_rank",
+    "another_directory_is_named_at_the_load",
     "overwriting",
 )
 PATIENCE_S = 300.0
@@ -110,6 +113,22 @@ def test_a_synchronous_save_that_fails_on_one_rank_is_an_error_on_all_and_not_co
 def test_a_cached_plan_is_used_again_until_the_structure_changes(folder: Path) -> None:
     for each in saw(folder, "structure_changes_between_cached_saves"):
         assert each == {"reused": [False, True, True, False], "equal": True}
+
+
+def test_plans_are_known_from_the_save_before_or_the_checkpoint_that_was_loaded(folder: Path) -> None:
+    for each in saw(folder, "plans_without_a_coordinator"):
+        last, loaded, new = (True, False), (False, True), (False, False)
+        assert list(map(tuple, each["how"])) == [new, last, last, loaded, last, new, new]
+        assert each["gathered"] == [1, 0]
+        assert each["loaded"] == [4.0, 6.0, 7.0, 8.0]
+
+
+def test_a_plan_that_fails_on_one_rank_is_an_error_on_all(folder: Path) -> None:
+    assert saw(folder, "a_plan_of_its_own_that_fails_on_one_rank") == [{"error": [1]}] * 2
+
+
+def test_the_checkpoint_that_is_named_at_the_load_is_the_one_that_is_read(folder: Path) -> None:
+    assert saw(folder, "another_directory_is_named_at_the_load") == [{"loaded": 2.0, "of": "named2"}] * 2
 
 
 def test_overwriting_keeps_the_old_checkpoint_until_the_new_one_is_committed(folder: Path) -> None:

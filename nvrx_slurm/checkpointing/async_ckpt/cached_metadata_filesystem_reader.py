@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 
 from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.checksums import Region, checksum, verify_content, verify_file
@@ -23,7 +25,7 @@ from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
 from nvrx_slurm.checkpointing.storage.objects import absolute, is_url, read_object
 
-_MODULE = "torch.distributed.checkpoint.metadata"
+_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _PLAIN = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
@@ -50,11 +52,25 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
             verify: compare what is read with its checksums, where the files have some.
         """
         super().__init__(path)
-        self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path).absolute()
         self._cache_metadata = cache_metadata
         self._verify = verify
-        if isinstance(self.folder, str):
-            self.fs, self.path = _Objects(verify=verify), self.folder
+        self._turn_to(path)
+
+    def _turn_to(self, path: str | os.PathLike[str]) -> None:
+        self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path).absolute()
+        self.path = self.folder
+        self.fs = _Objects(verify=self._verify) if isinstance(self.folder, str) else FileSystem()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, of another checkpoint if one is named, as ``dcp.load(…, checkpoint_id=…)``."""
+        super().reset()
+        if checkpoint_id:
+            self._turn_to(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, or a URL, that this reader may be asked for."""
+        return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metadata of the checkpoint.
@@ -146,7 +162,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
-        if module == _MODULE and "." not in name:  # a dot would lead through what the module has imported
+        if module in _MODULES and "." not in name:  # a dot would lead through what the module has imported
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:
                 return found
@@ -154,7 +170,25 @@ class _MetadataUnpickler(pickle.Unpickler):
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype) or found is torch.Size:
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        found = _of_the_program(module, name)
+        if found is not None:
+            return found
+        raise pickle.UnpicklingError(
+            f"{module}.{name} has no place in a checkpoint's metadata; name it by "
+            "torch.serialization.add_safe_globals if you trust it, and import it before"
+        )
+
+
+def _of_the_program(module: str, name: str) -> Any:
+    """Return a class of a planner of the user's: derived from torch's for metadata, or said to be safe."""
+    found = getattr(sys.modules.get(module), name, None)  # nothing is imported because a file says so
+    if isinstance(found, type) and issubclass(found, (Metadata, SavePlan)) and found.__module__ == module:
+        return found
+    for each in torch.serialization.get_safe_globals():
+        known, as_name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        if as_name == f"{module}.{name}":
+            return known
+    return None
 
 
 def _unpickle(path: Path | str, file: Any) -> Any:

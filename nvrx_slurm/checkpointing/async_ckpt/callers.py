@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import Any
 
+from nvrx_slurm.checkpointing.async_ckpt.agreement import agree
 from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool, NoRoomError, WhenFull
+from nvrx_slurm.checkpointing.async_ckpt.errors import AsyncSaveError
 from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
 from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld
 from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
@@ -21,12 +24,52 @@ from nvrx_slurm.checkpointing.storage.objects import absolute
 class AsyncCaller(ABC):
     """Takes requests and works on them in their order."""
 
-    def __init__(self, pool: ArenaPool, mode: SnapshotMode, priority: WorkerPriority) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        pool: ArenaPool | None = None,
+        mode: SnapshotMode = SnapshotMode.OVERLAPPED,
+        priority: WorkerPriority | None = None,
+    ) -> None:
+        self._pool = pool or ArenaPool()
         self._mode = mode
-        self._priority = priority
+        self._priority = priority or WorkerPriority()
+        self._calls: deque[Ticket] = deque()
 
-    def schedule_async_call(self, async_req: AsyncRequest) -> Ticket:
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Begin a call without a queue, whose finalizers are not run."""
+        self._calls.append(self.begin(async_req))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Whether the oldest call is done, on all ranks; then the next is the oldest.
+
+        Args:
+            blocking: wait for it.
+            no_dist: ask no other rank; else collective.
+
+        Raises:
+            AsyncSaveError: it has failed, here or on another rank.
+        """
+        ticket = self._calls[0] if self._calls else None
+        if blocking and ticket is not None:
+            ticket.wait()
+        done = ticket is None or ticket.is_done
+        error = ticket.error if ticket is not None and done else None
+        if not no_dist:
+            said = agree(0, done=done, failed=error is not None)
+            done = said.all_done
+            if done and error is None and said.failed_rank is not None:
+                error = f"on rank {said.failed_rank}: see the error there"
+        if done and ticket is not None:
+            self._calls.popleft()
+        if done and error is not None:
+            raise AsyncSaveError(f"a call in the background has failed: {error}")
+        return done
+
+    def sync_all_async_calls(self, is_alive: int) -> bool:
+        """Tell other ranks whether a call still runs here; return whether none does on any. Collective."""
+        return agree(0, done=not is_alive, failed=False).all_done
+
+    def begin(self, async_req: AsyncRequest) -> Ticket:
         """Snapshot what the request mentions, and begin; what goes wrong stands in the ticket."""
         ticket = Ticket()
         if async_req.async_fn is None:
@@ -99,7 +142,12 @@ class PersistentAsyncCaller(AsyncCaller):
 class TemporalAsyncCaller(AsyncCaller):
     """A worker for each request; it ends when that is done."""
 
-    def __init__(self, pool: ArenaPool, mode: SnapshotMode, priority: WorkerPriority) -> None:
+    def __init__(
+        self,
+        pool: ArenaPool | None = None,
+        mode: SnapshotMode = SnapshotMode.OVERLAPPED,
+        priority: WorkerPriority | None = None,
+    ) -> None:
         super().__init__(pool, mode, priority)
         self._workers: list[WorkerProcess] = []
 

@@ -28,6 +28,7 @@ from nvrx_slurm.checkpointing.async_ckpt.callers import (
     PersistentAsyncCaller,
     TemporalAsyncCaller,
 )
+from nvrx_slurm.checkpointing.async_ckpt.errors import AsyncSaveError
 from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.async_ckpt.ready_writes import ReadyWrites
 from nvrx_slurm.checkpointing.async_ckpt.request import AsyncRequest
@@ -50,10 +51,6 @@ __all__ = [
 
 
 _log = logging.getLogger(__name__)
-
-
-class AsyncSaveError(RuntimeError):
-    """A save has failed, on this rank or another; it counts nowhere. Training can go on and save again."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class AsyncCallsQueue:
         """
         self._last_index += 1
         request = AsyncRequest(**async_request._asdict()).freeze()._replace(call_idx=self._last_index)
-        self._pending.append(_Pending(request, self._get_caller().schedule_async_call(request)))
+        self._pending.append(_Pending(request, self._get_caller().begin(request)))
         return self._last_index
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:

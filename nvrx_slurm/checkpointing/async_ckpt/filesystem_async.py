@@ -11,6 +11,7 @@ import heapq
 import io
 import os
 import pickle
+import queue
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,12 +37,29 @@ CURRENT_DCP_VERSION, _StorageInfo, _StoragePrefix = require(
     "torch.distributed.checkpoint.filesystem", "CURRENT_DCP_VERSION", "_StorageInfo", "_StoragePrefix"
 )
 
-_results_queue = None  # looked for by users of NVIDIA's package; results need no queue here
+
+class WriteResultsQueue(queue.SimpleQueue[Any]):
+    """Stays empty: what is written is known before. For programs that shut NVIDIA's down."""
+
+    class _Manager:
+        def shutdown(self) -> None:
+            """Do nothing: there is no process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._manager = self._Manager()
 
 
-def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """Return None: what was written is known before it is written."""
+_results_queue: WriteResultsQueue | None = None
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> WriteResultsQueue:
+    """Return the queue of this process; ``mp_mode`` is without effect, for no process is started."""
     del mp_mode
+    global _results_queue
+    if _results_queue is None:
+        _results_queue = WriteResultsQueue()
+    return _results_queue
 
 
 _get_write_results_queue = get_write_results_queue
@@ -78,8 +96,7 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         """
         del is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors
         super().__init__(path, *args, **kwargs)
-        self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path)
-        self.path = self.folder
+        self._turn_to(path)
         if use_msc:
             raise NotImplementedError("use_msc: NVIDIA's multi-storage client is not supported")
         if not self.single_file_per_rank:
@@ -94,6 +111,21 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         self._writes: FileWrites | None = None
         self._results: list[_Written] = []
         self._failure: BaseException | None = None
+
+    def _turn_to(self, path: str | os.PathLike[str]) -> None:
+        self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path)
+        self.path = self.folder
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, into another directory if one is named."""
+        super().reset()
+        if checkpoint_id:
+            self._turn_to(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, or a URL, that this writer may be asked for."""
+        return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Make the directory."""
