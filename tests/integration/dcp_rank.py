@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 
 PATIENCE_S = 60.0
 
@@ -85,6 +87,17 @@ class CoordinatorsPlans:
 
     def __exit__(self, *_exception: object) -> None:
         dist.scatter_object_list = self._real
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            yield
+    else:
+        model.unshard()
+        yield
+        model.reshard()
 
 
 class Scenes:
@@ -160,6 +173,25 @@ class Scenes:
             dcp.load(state, checkpoint_id=self.folder / "fsdp1")
         after = [shard.tensor for each in state.values() for shard in each.local_shards()]
         return {"loaded": all(map(torch.equal, before, after)) and any(t.any() for t in after)}
+
+    def whole_parameters_are_freed_at_once(self) -> dict[str, Any]:
+        """Both FSDPs resize the storages of gathered parameters to nothing while they are being copied."""
+        first = FullyShardedDataParallel(nn.Linear(900, 1100), device_id=torch.device("cpu"))
+        second = nn.Linear(900, 1100)
+        fully_shard(second, mesh=self.mesh)
+        checkpoint, seen = TorchAsyncCheckpoint(), {}
+        for name, model in (("fsdp1", first), ("fsdp2", second)):
+            path = self.folder / f"freed_{name}_{self.rank}.pt"
+            with gathered(model):
+                state = {key: each.detach() for key, each in model.named_parameters()}
+                before = {key: tensor.clone() for key, tensor in state.items()}
+                checkpoint.async_save(state, path)
+            freed = any(tensor.untyped_storage().nbytes() == 0 for tensor in state.values())
+            checkpoint.finalize_async_save(blocking=True)
+            loaded = torch.load(path)
+            seen[name] = freed and all(torch.equal(loaded[key], each) for key, each in before.items())
+        checkpoint.close()
+        return seen
 
     def fsdp1_local(self) -> dict[str, Any]:
         """LOCAL_STATE_DICT: each rank's part of the flat parameter."""

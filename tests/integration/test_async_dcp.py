@@ -19,6 +19,7 @@ SCENES = (
     "sharded_model_and_optimizer",
     "fsdp1",
     "fsdp1_local",
+    "whole_parameters_are_freed_at_once",
     "several_files",
     "ranks_finish_at_different_calls",
     "one_rank_fails",
@@ -70,6 +71,11 @@ def test_fsdp2_model_and_optimizer_are_saved_while_they_train_and_torch_loads_th
 @pytest.mark.parametrize("scene", ["fsdp1", "fsdp1_local"])
 def test_fsdp1_state_is_saved_and_torch_loads_it(folder: Path, scene: str) -> None:
     assert saw(folder, scene) == [{"loaded": True}] * 2
+
+
+def test_parameters_that_fsdp_frees_right_after_the_call_are_saved_whole(folder: Path) -> None:
+    for each in saw(folder, "whole_parameters_are_freed_at_once"):
+        assert each == {"fsdp1": True, "fsdp2": True}
 
 
 def test_each_thread_and_each_group_of_tensors_has_its_files_and_every_bit_is_checksummed(

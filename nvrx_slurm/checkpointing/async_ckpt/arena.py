@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -156,6 +156,10 @@ class ArenaPool:
         """Return which arenas there are."""
         with self._changed:
             return {arena.key for arena in (*self._free, *self._in_use)}
+
+    def empty(self) -> ArenaPool:
+        """Return a pool by the same rules, with no arena yet."""
+        return replace(self, _free=[], _in_use=[], _changed=threading.Condition())
 
     def clear(self) -> None:
         """Give unused memory back to the system."""

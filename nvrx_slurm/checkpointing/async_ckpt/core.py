@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -234,6 +235,16 @@ class AsyncCallsQueue:
         if caller is not None:
             caller.let_go()
 
+    @classmethod
+    def _leave_all_to_parent(cls) -> None:
+        """In a forked process: what is pending is its parent's; saves of its own get another worker."""
+        cls._warm = None
+        for queue in list(cls._queues):
+            queue._pending.clear()
+            queue._caller = None
+            queue._pool = queue._pool.empty()
+            queue._last_index = -1
+
     def _get_caller(self) -> AsyncCaller:
         if self._caller is None:
             kind = PersistentAsyncCaller if self._persistent else TemporalAsyncCaller
@@ -261,6 +272,9 @@ class AsyncCallsQueue:
             raise AsyncSaveError(f"save {index} failed on this rank: {pending.error}")
         if said.failed_rank is not None:
             raise AsyncSaveError(f"save {index} failed on rank {said.failed_rank}: see the error there")
+
+
+os.register_at_fork(after_in_child=AsyncCallsQueue._leave_all_to_parent)
 
 
 def _say_held_up(queue: weakref.ref[AsyncCallsQueue], why: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import os
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena
 from nvrx_slurm.checkpointing.async_ckpt.device_copy import DeviceCopies, bytes_of
+from nvrx_slurm.checkpointing.async_ckpt.storage_guard import call_before_memory_goes
 from nvrx_slurm.checkpointing.storage.layout import FileImage
 
 _SMALL = 1 << 20
@@ -111,7 +113,8 @@ class Snapshot:
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._samples: list[_Samples] = []
         self._arena = arena
-        self._images = images  # keeps storages of devices alive until they are copied
+        self._images = images  # keeps storages alive until they are copied
+        self._storages = {hole.storage._cdata for _, image in images for hole in image.holes}
         self._device = DeviceCopies(arena)
         self._copy_small_and_note_large(images, everything=mode is SnapshotMode.STRICT)
         if mode is SnapshotMode.STRICT:
@@ -151,6 +154,10 @@ class Snapshot:
                 self._error = self._error or error
         self._finish()
 
+    def holds(self, storage: Any) -> bool:
+        """Whether a storage may still have to be copied."""
+        return not self.is_copied and storage._cdata in self._storages
+
     def guard(self) -> None:
         """Return when tensors may be changed: the processor has copied its own, streams wait for the rest."""
         self._copy_pieces(self._copy_with_all_threads)
@@ -185,10 +192,13 @@ class Snapshot:
                 self._listener.advanced(up_to)
 
     def _copy(self, piece: _Piece) -> None:
+        memory = piece.storage.data_ptr()
         if piece.storage.nbytes() < piece.start + piece.size:
             raise ChangedTooEarlyError(_too_early("a storage was resized"))
-        source = piece.storage.data_ptr() + piece.start
-        ctypes.memmove(self._arena.address + piece.target, source, piece.size)  # releases the GIL
+        target = self._arena.address + piece.target
+        ctypes.memmove(target, memory + piece.start, piece.size)  # releases the GIL
+        if piece.storage.data_ptr() != memory:
+            raise ChangedTooEarlyError(_too_early("a storage was resized"))
 
     def _copy_with_all_threads(self, piece: _Piece) -> None:
         """With torch's threads, which have nothing else to do while the caller waits."""
@@ -244,6 +254,7 @@ class _Copier:
                 cls._queue = queue.SimpleQueue()
                 threading.Thread(target=cls._run, args=[cls._queue], daemon=True, name="nvrx-copier").start()
                 register_optimizer_step_pre_hook(lambda _optimizer, _args, _kwargs: ensure_snapshotted())
+                call_before_memory_goes(_ensure_copied)
             cls._pending.append(snapshot)
             cls._queue.put(snapshot)
 
@@ -257,9 +268,17 @@ class _Copier:
             del snapshot  # its arena may be given back before another one comes
 
     @classmethod
+    def leave_to_parent(cls) -> None:
+        """In a forked process: its copies would go to its parent's snapshots, and the thread is not here."""
+        cls._lock, cls._queue, cls._pending = threading.Lock(), None, []
+
+    @classmethod
     def pending(cls) -> Iterable[Snapshot]:
         with cls._lock:
             return list(cls._pending)
+
+
+os.register_at_fork(after_in_child=_Copier.leave_to_parent)
 
 
 def ensure_snapshotted() -> None:
@@ -271,6 +290,12 @@ def ensure_snapshotted() -> None:
     """
     for snapshot in _Copier.pending():
         if not snapshot.is_copied:
+            snapshot.guard()
+
+
+def _ensure_copied(storage: Any) -> None:
+    for snapshot in _Copier.pending():
+        if snapshot.holds(storage):
             snapshot.guard()
 
 
