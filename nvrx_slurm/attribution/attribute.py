@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvrx_slurm.attribution.culprits import confidence, excluded_nodes, find_culprits
+from nvrx_slurm.attribution.culprits import SUSPICION, confidence, excluded_nodes, find_culprits
 from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault, SchedulerState
 from nvrx_slurm.attribution.fingerprint import entity, fingerprint, flight_fingerprint
 from nvrx_slurm.attribution.flight_recorder import CulpritClass, FlightReport, analyze_directory
@@ -139,6 +139,8 @@ def _case(
 
 def _confidence(choice: Choice, flight: FlightReport | None, missing: int) -> float:
     sure = confidence(choice, missing)
+    if flight is not None and flight.moving and choice.tier <= Tier.SYMPTOM:
+        return min(sure, SUSPICION)
     if flight is not None and flight.culprits and choice.tier <= Tier.SYMPTOM:
         return max(sure, max(culprit.confidence for culprit in flight.culprits))
     return sure

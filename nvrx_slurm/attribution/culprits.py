@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvrx_slurm.attribution.evidence import CycleEvidence
 from nvrx_slurm.attribution.flight_recorder import CulpritClass, FlightReport, Place, RankCulprit
@@ -86,7 +86,10 @@ def find_culprits(choice: Choice, flight: FlightReport | None, evidence: CycleEv
         Tier.NOTHING,
         Tier.AFTERMATH,
     )
-    if flight is not None and waits:
+    if flight is not None and flight.moving and waits:
+        # The launcher's word is left: that a rank gave no sign of life, which a slow one does not either.
+        found = [replace(c, confidence=min(c.confidence, SUSPICION), exclude=Exclude.NO) for c in found]
+    elif flight is not None and waits:
         found = [*_of_flight(flight), *[c for c in found if c.exclude is not Exclude.NO]]
     return sorted(found, key=lambda culprit: -culprit.confidence)
 

@@ -56,7 +56,7 @@ def render_flight(report: FlightReport) -> Group:
             parts.append(_line("", what + (f"; {found.frame}" if found.frame else "")))
     nobody = "none found: the ranks are not behind each other"
     if report.fabric or not report.culprits:
-        parts.insert(0, _line("culprit", report.fabric or nobody, "bold yellow"))
+        parts.insert(0, _line("culprit", report.moving or report.fabric or nobody, "bold yellow"))
     parts += [_line("mismatch", f"ranks {ranks_text(m.ranks)}: {m.what}") for m in report.mismatches]
     if report.victims:
         parts.append(_line("victims", f"ranks {ranks_text(report.victims)} waited", "dim"))

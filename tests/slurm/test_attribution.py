@@ -25,7 +25,7 @@ from .jobs import CLONE, SlurmJob, SlurmJobs, wait_until
 pytestmark = pytest.mark.slurm
 
 PROGRAM = """
-import ctypes, os, signal, sys, threading
+import ctypes, os, signal, sys, threading, time
 cycle, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 
 
@@ -51,20 +51,25 @@ def save(path):
 
 
 def hang():
-    # Rank 1 comes late to its step, so its heartbeat is the newest: only the traces show that it hangs.
-    import time
+    # Rank 1 is the last to give a sign of life, so its heartbeat is the newest: only the traces show that it
+    # hangs. Until then no rank has a deadline, however slow the machine is.
     import torch, torch.distributed as dist
     from nvrx_slurm.fault_tolerance import RankMonitorClient
     dist.init_process_group("gloo")
-    client = RankMonitorClient()
-    client.init_workload_monitoring()
-    for step in range(1, 4):
-        if step == 3 and rank == 1:
-            time.sleep(0.3)
-        client.send_heartbeat(step=step)
-        if step == 3 and rank == 1:
-            threading.Event().wait()
+    for step in range(1, 3):
         dist.all_reduce(torch.ones(1))
+    store = dist.distributed_c10d._get_default_store()
+    client = RankMonitorClient()
+    if rank == 1:
+        store.wait([f"waits {other}" for other in (0, 2, 3)])
+        client.init_workload_monitoring()
+        client.send_heartbeat(step=3)
+        threading.Event().wait()
+    client.init_workload_monitoring()
+    client.send_heartbeat(step=3)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    store.set(f"waits {rank}", "")
+    work.wait()
 
 
 match cycle, rank:
@@ -84,6 +89,8 @@ match cycle, rank:
     case 6, 0:
         save("/local/full/step_10.pt")
     case 8, _:
+        while not os.path.exists(f"{os.path.dirname(__file__)}/go"):
+            time.sleep(0.1)
         sys.exit(0)
 wait_for_ever()
 """
@@ -340,6 +347,8 @@ def test_every_other_fault_gets_its_verdict_and_a_lost_node_is_left_out(site: Si
     job.wait_for(CycleStarted, LAST)
     wait_until("cycle 7 runs", lambda: len(job.place_of(3)) == 2)
     site.cluster.kill_node("n3")
+    job.wait_for(CycleAttributed, LAST, 60)  # a job that ends well waits for no verdict
+    (site.directory / "go").touch()
     assert job.wait_for_end() == 0, job.log()
     found = attributed(job)
     for cycle, (category, action, rank, node) in enumerate(TABLE):

@@ -104,6 +104,8 @@ class FlightReport:
     mismatches: tuple[Mismatch, ...] = ()
     fabric: str = ""
     """All ranks wait in one operation, or too many lag: what they share is suspected, and no rank."""
+    moving: str = ""
+    """The ranks were still going on when the dumps were taken: nobody can be told to be stuck."""
     caveats: tuple[str, ...] = ()
 
     @property
@@ -132,6 +134,7 @@ class FlightReport:
                 for found in self.mismatches
             ],
             "fabric": self.fabric,
+            "moving": self.moving,
             "caveats": list(self.caveats),
         }
 
@@ -192,6 +195,7 @@ def analyze(
         wait_for={rank: waits for rank in victims if (waits := stall.waits_for(rank, _MAX_WAITS))},
         mismatches=tuple(mismatches),
         fabric=crowd or ("" if culprits or mismatches else _fabric(stall)),
+        moving=finder.moving,
         caveats=tuple(dumps.caveats),
     )
 
@@ -221,11 +225,13 @@ class _Finder:
         self._places = places
         self._gone = gone
         self._mismatches: list[Mismatch] = []
+        self.moving = ""
 
     def find(self) -> tuple[list[RankCulprit], list[int], Sequence[Mismatch]]:
         """Return culprits, victims and mismatches."""
         stall = self._stall
-        device, host = stall.device_lags(), stall.host_lags()
+        device, fresh_device = _settled(stall, stall.device_lags())
+        host, fresh_host = _settled(stall, stall.host_lags())
         found: dict[int, RankCulprit] = {}
         for rank in _ranks(device):
             found[rank] = self._culprit(rank, CulpritClass.DEVICE_LAG, _of(device, rank))
@@ -234,6 +240,13 @@ class _Finder:
                 found[rank] = self._culprit(rank, CulpritClass.HOST_LAG, _of(host, rank))
         for rank in self._missing(found):
             found[rank] = self._culprit(rank, CulpritClass.NO_DUMP, [])
+        fresh = sorted({lag.rank for lag in (*fresh_device, *fresh_host)})
+        if fresh and all(culprit.is_suspicion for culprit in found.values()):
+            self.moving = (
+                f"rank {fresh[0]} is behind by what others launched only when its trace was taken, or just "
+                "before: the job was slow rather than stuck, or went on before the last trace was taken"
+            )
+            return [], fresh, []
         if not found:
             # Of a pipeline's operations no numbers can be compared; but who waits for nothing does not send.
             for rank in self._idle():
@@ -284,6 +297,15 @@ class _Finder:
             gpu=place.gpu if place else None,
             evidence=tuple(_evidence(lag, kind) for lag in lags[:_MAX_EVIDENCE]),
         )
+
+
+def _settled(stall: Stall, lags: Sequence[Lag]) -> tuple[list[Lag], list[Lag]]:
+    """Return the lags that last, and those that may be over a moment later."""
+    settled: list[Lag] = []
+    fresh: list[Lag] = []
+    for lag in lags:
+        (fresh if stall.is_fresh(lag) else settled).append(lag)
+    return settled, fresh
 
 
 def _ranks(lags: Sequence[Lag]) -> list[int]:

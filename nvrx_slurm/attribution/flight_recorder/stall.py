@@ -11,6 +11,10 @@ from nvrx_slurm.attribution.flight_recorder.trace import GroupKey, Op, RankTrace
 
 _SKEW_SEQUENCES = 2
 """A lag of more operations than this is believed even if the dumps were not taken at one moment."""
+_JUST_NOW_S = 0.2
+"""Nobody need have launched what a peer launched so shortly before, or less than a usual operation before."""
+_STUCK_S = 2.0
+"""Who has waited so long by its own clock is waiting in vain, whatever the clocks of the others say."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,34 @@ class Stall:
             for key, state in trace.groups.items()
             if key not in self.mixed and 0 <= state.enqueued < self._highest[key][0]
         ]
+
+    def is_fresh(self, lag: Lag) -> bool:
+        """Tell whether the peers launched what the rank lacks only after its dump was taken, or just before.
+
+        Dumps of several nodes are not taken at one moment, and a job that is merely slow goes on meanwhile.
+        False where the dumps do not tell.
+        """
+        trace = self.traces[lag.rank]
+        launches = [
+            launch for number, launch in self._launches.get(lag.group, {}).items() if number > lag.mine
+        ]
+        if trace.written_at is None or not launches:
+            return False
+        usual = min(max(_JUST_NOW_S, trace.typical_op_s or 0.0), _STUCK_S)
+        return all(at > trace.written_at - usual and waited < _STUCK_S for at, waited in launches)
+
+    @cached_property
+    def _launches(self) -> dict[GroupKey, dict[int, tuple[float, float]]]:
+        """When each operation that has not ended was first launched, and how long it had been waited for."""
+        found: dict[GroupKey, dict[int, tuple[float, float]]] = defaultdict(dict)
+        for trace in self.traces.values():
+            for key, op in trace.pending:
+                if op.is_p2p or op.launched_at is None or trace.written_at is None:
+                    continue
+                mine = (op.launched_at, trace.written_at - op.launched_at)
+                at, waited = found[key].get(op.collective_seq_id, mine)
+                found[key][op.collective_seq_id] = (min(at, mine[0]), max(waited, mine[1]))
+        return found
 
     def device_lags(self) -> list[Lag]:
         """Return the ranks that launched an operation which others completed, and did not complete it."""

@@ -18,6 +18,7 @@ MAX_PENDING = 64
 _MAX_DURATIONS = 32
 MAX_RANKS = 1_000_000
 _MAX_NUMBER = 2**53
+_MAX_NS = 2**63
 _GLOO = "gloo:"
 
 
@@ -57,7 +58,15 @@ class Op(msgspec.Struct, frozen=True):
     state: str = ""
     retired: bool = False
     is_p2p: bool = False
+    time_created_ns: Any = None
+    """When it was launched, Unix time; other writers than torch leave what is no number."""
     frames: list[Frame] | None = None
+
+    @property
+    def launched_at(self) -> float | None:
+        """Unix seconds."""
+        ns = self.time_created_ns
+        return ns / 1e9 if isinstance(ns, int) and 0 < ns < _MAX_NS else None
 
     @property
     def kind(self) -> str:
