@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nvrx_slurm.checkpointing.storage.checksums import (
-    Region,
-    Table,
-    checksum,
-    find_table,
-    mapped,
-    opened,
-    verify_file,
-)
+from nvrx_slurm.checkpointing.storage.checked_read import CheckedReads, Reading, reading
+from nvrx_slurm.checkpointing.storage.checksums import Region, Table, find_table, mapped, opened, verify_file
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.host_memory import host_bytes, new_storage
 
-_MOST_THREADS = 8
-_PIECE = 4 << 20
+_AHEAD = 64 << 20  # bytes that are read before the unpickler asks for them
 
 
 def load_checked(path: Path, *, map_location: Any, weights_only: bool) -> Any:
@@ -41,88 +30,87 @@ def load_checked(path: Path, *, map_location: Any, weights_only: bool) -> Any:
         # By this name it is the file that was checked, though another may have taken its place.
         name = f"/proc/self/fd/{fd}"
         if table is not None and table.sums:
-            with ThreadPoolExecutor(_threads()) as pool:
-                reader = _Reader(fd, table, pool, map_location)
-                state = torch.load(name, map_location=reader.take, weights_only=weights_only, mmap=True)
+            try:
+                with reading(fd) as reads:
+                    reader = _Reader(reads, table, map_location)
+                    state = torch.load(name, map_location=reader.take, weights_only=weights_only, mmap=True)
                 if reader.all_is_right():
                     return state
-            del state
+                del state
+            except Exception:
+                _find_damage(name, path)  # of which the error may be a consequence
+                raise
             # Either it is damaged, or its storages lie in an order that the reader did not expect.
-            try:
-                verify_file(name)
-            except CorruptCheckpointError as error:
-                raise CorruptCheckpointError(path, error.why) from None
+            _find_damage(name, path)
         return torch.load(name, map_location=map_location, weights_only=weights_only)
 
 
-def _threads() -> int:
-    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+def _find_damage(name: str, path: Path) -> None:
+    try:
+        verify_file(name)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(path, error.why) from None
 
 
 class _Reader:
-    """Reads each storage that the unpickler comes to, and has it hashed meanwhile.
+    """Gives the unpickler the storages that it comes to, read and hashed ahead in the order of the file.
 
     torch hands out views of the mapped file, whose address it keeps to itself. The first view is taken for
     the first tensor in the file, since that is how they are written; checksums tell if it is not.
     """
 
-    def __init__(self, fd: int, table: Table, pool: ThreadPoolExecutor, map_location: Any) -> None:
-        self._fd = fd
+    def __init__(self, reads: CheckedReads, table: Table, map_location: Any) -> None:
+        self._reads = reads
         self._sums = table.sums
-        self._pool = pool
-        self._place = _placement(map_location)
+        self._map_location = map_location
         self._base: int | None = None
-        self._hashes: dict[Region, Future[int]] = {}
-        self._strayed = False
+        self._following = iter(table.sums)
+        self._ahead: dict[Region, tuple[Any, Reading]] = {}
+        self._ahead_bytes = 0
+        self._right: set[Region] = set()
 
     def take(self, view: Any, location: str) -> Any:
         """Return what torch.load is to use in place of a storage in the mapped file."""
         size = view.nbytes()
-        storage = new_storage(size)
-        if size:
-            if self._base is None:
-                self._base = view.data_ptr() - next(iter(self._sums)).offset
-            region = Region(view.data_ptr() - self._base, size)
-            self._strayed |= region not in self._sums
-            if not self._strayed:
-                self._read(region, host_bytes(storage))
-        return self._place(storage, location)
-
-    def _read(self, region: Region, target: memoryview) -> None:
-        starts = range(0, region.length, _PIECE)
-        if len(starts) == 1:
-            _fill(self._fd, target, region.offset)
-        else:
-            pieces = [(target[start : start + _PIECE], region.offset + start) for start in starts]
-            for _ in self._pool.map(lambda piece: _fill(self._fd, *piece), pieces):
-                pass
-        self._hashes[region] = self._pool.submit(checksum, target)
+        if not size:
+            return _place(new_storage(0), location, self._map_location)
+        if self._base is None:
+            self._base = view.data_ptr() - next(iter(self._sums)).offset
+        region = Region(view.data_ptr() - self._base, size)
+        storage = self._read(region) if region in self._sums else new_storage(size)
+        return _place(storage, location, self._map_location)
 
     def all_is_right(self) -> bool:
         """Whether all tensors of the file have been read, and are what was written."""
-        return not self._strayed and {r: h.result() for r, h in self._hashes.items()} == self._sums
+        return self._right == self._sums.keys()
+
+    def _read(self, region: Region) -> Any:
+        if region not in self._ahead:
+            self._start(region)
+        storage, reading = self._ahead[region]
+        while self._ahead_bytes < _AHEAD and (following := next(self._following, None)):
+            if following not in self._ahead and following not in self._right:
+                self._start(following)
+        if reading.checksum() == self._sums[region]:
+            self._right.add(region)
+        del self._ahead[region]
+        self._ahead_bytes -= region.length
+        return storage
+
+    def _start(self, region: Region) -> None:
+        storage = new_storage(region.length)
+        self._ahead_bytes += region.length
+        self._ahead[region] = storage, self._reads.start(region, host_bytes(storage))
 
 
-def _fill(fd: int, target: memoryview, offset: int) -> None:
-    while target:
-        count = os.preadv(fd, [target], offset)
-        if not count:
-            return  # the file is shorter than its table says: the checksum will not fit
-        target, offset = target[count:], offset + count
-
-
-def _placement(map_location: Any) -> Callable[[Any, str], Any]:
-    """Where a storage goes, as torch.load's ``map_location`` says."""
+def _place(storage: Any, location: str, map_location: Any) -> Any:
+    """Bring a storage to where torch.load's ``map_location`` says."""
     default = torch.serialization.default_restore_location
     if map_location is None:
-        return lambda storage, location: default(storage, location)
+        return default(storage, location)
     if isinstance(map_location, (str, torch.device)):
-        return lambda storage, _location: default(storage, str(map_location))
+        return default(storage, str(map_location))
     if isinstance(map_location, dict):
-        return lambda storage, location: default(storage, map_location.get(location, location))
-
-    def asked(storage: Any, location: str) -> Any:
-        placed = map_location(storage, location)
-        return default(storage, location) if placed is None else placed
-
-    return asked
+        return default(storage, map_location.get(location, location))
+    placed = map_location(storage, location)
+    return default(storage, location) if placed is None else placed

@@ -191,7 +191,10 @@ class Table:
             CorruptCheckpointError: it is not.
         """
         parts = sorted([*self.sums, self.place], key=lambda each: each.offset)
-        if parts[-1].end > len(view) or checksum_around(view, parts, len(view)) != self.rest:
+        if (
+            max(part.end for part in parts) > len(view)
+            or checksum_around(view, parts, len(view)) != self.rest
+        ):
             raise CorruptCheckpointError(path, "what lies between the tensors is not what was written")
 
 

@@ -12,7 +12,6 @@ import torch
 
 _HUGE_PAGE = 2 << 20
 _WORTH_HUGE_PAGES = 2 * _HUGE_PAGE
-_libc = ctypes.CDLL(None)
 
 
 def host_bytes(storage: Any) -> memoryview:
@@ -24,14 +23,17 @@ def host_bytes(storage: Any) -> memoryview:
 
 
 def new_storage(size: int) -> Any:
-    """Allocate a storage, on huge pages if there are: faults of small ones take longer than reading."""
-    storage = torch.UntypedStorage(size)
-    if size >= _WORTH_HUGE_PAGES:
-        start = -(-storage.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        length = (storage.data_ptr() + size - start) // _HUGE_PAGE * _HUGE_PAGE
-        with contextlib.suppress(AttributeError):  # advice; a system without it is just slower
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-    return storage
+    """Allocate a storage; a large one on huge pages if there are: faults of small ones outlast reading.
+
+    Like those of torch.load it can't be resized.
+    """
+    if size < _WORTH_HUGE_PAGES:
+        return torch.UntypedStorage(size)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    with contextlib.suppress(AttributeError, OSError):  # advice; a system without it is just slower
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE * _HUGE_PAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).untyped_storage()
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
