@@ -119,6 +119,10 @@ class LocalJob:
         place = self._argv.index(str(self.script))
         self._argv[place:place] = options
 
+    def start_by(self, *command: str) -> None:
+        """Have ``command`` start nvrx-srun, whose words are added to it."""
+        self._argv[:0] = command
+
     def share_run_dir(self, run_dir: Path, script: Path) -> None:
         """Run in another run directory, as the next attempt of the same job and program does."""
         script.write_text(self.script.read_text())

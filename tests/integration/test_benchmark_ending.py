@@ -60,18 +60,18 @@ def test_sigterm_leaves_neither_process_nor_directory(
     )
     try:
         number = 2 if early else grown_up
-        assert within(60, lambda: len(of_benchmark(mark)) >= number)
+        assert within(200, lambda: len(of_benchmark(mark)) >= number)
         assert list(tmp_path.iterdir()) != []
         for _ in range(3):  # those after the first change nothing
             benchmark.send_signal(signal.SIGTERM)
             time.sleep(0.05)
-        said = benchmark.communicate(timeout=50)[1]
+        said = benchmark.communicate(timeout=200)[1]
         # Python's own end, when all is done, is open to signals again.
         assert benchmark.returncode in (1, -signal.SIGTERM), said
         assert "Aborted!" in said
         assert "…" in said, "progress was shown"
         assert "Traceback" not in said
-        assert within(5, lambda: of_benchmark(mark) == []), of_benchmark(mark)
+        assert within(100, lambda: of_benchmark(mark) == []), of_benchmark(mark)
         assert list(tmp_path.iterdir()) == []
     finally:
         for process in of_benchmark(mark):

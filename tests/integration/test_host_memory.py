@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import LocalJob
+from harness import LocalJob, until
 
 from nvrx_slurm.journal import FaultDetected, FaultKind, Verdict
 
@@ -54,16 +54,16 @@ def limited() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"a memory cgroup cannot be made: {error}")
     yield folder
+    until("nothing is in it any more", lambda: not (folder / "cgroup.procs").read_text())
     folder.rmdir()
 
 
 def test_the_kernel_kills_a_rank_for_memory_then_somebody_kills_one(
     job: Callable[..., LocalJob], limited: Path
 ) -> None:
-    it = job(SCRIPT, "--max-restarts", "2").start()
-    # Before it starts its agents.
-    (limited / "cgroup.procs").write_text(str(it.running("nvrx-srun").pid))
-    assert it.wait() == 1, it.stderr
+    it = job(SCRIPT, "--max-restarts", "2")
+    it.start_by("sh", "-c", f'echo $$ > {limited}/cgroup.procs && exec "$@"', "sh")
+    assert it.run() == 1, it.stderr
     faults = {r.cycle: r.event for r in it.records if isinstance(r.event, FaultDetected)}
     assert faults[0].kind is FaultKind.OOM, it.stderr
     assert f"cgroup {limited}" in faults[0].detail

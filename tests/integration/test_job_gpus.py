@@ -62,7 +62,7 @@ def test_memory_that_does_not_get_free_costs_the_time_out_and_is_told(job: Jobs)
     (left,) = run.events(GpuMemoryLeft)
     assert (left.node, left.gpu, left.used_mb) == ("n1", "GPU-4", 900.0)
     assert left.processes == [f"{pid} (900 MiB, gone)"]
-    assert 0.3 <= left.waited_s < 5
+    assert 0.3 <= left.waited_s < 30
     assert "900 MiB of GPU-4 are still in use after" in run.stderr
 
 

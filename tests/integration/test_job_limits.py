@@ -149,7 +149,7 @@ def test_w13_a_rank_has_its_node_excluded_at_once(job: Jobs, then: str) -> None:
     assert run.events(journal.Verdict)[0].kind is FaultKind.REQUEST
     (asked,) = [r.ts for r in run.records if isinstance(r.event, journal.ControlRequested)]
     again = [r.ts for r in run.records if isinstance(r.event, journal.CycleStarted)][1]
-    assert again - asked < 5.0
+    assert again - asked < 14.0, "not the 15 s that ranks may take to stop"
 
 
 def test_a_requeue_excludes_the_node_that_a_rank_wanted_out(job: Jobs) -> None:
@@ -182,12 +182,15 @@ def test_before_the_time_limit_ranks_save_and_the_job_is_requeued(job: Jobs) -> 
 
 def test_a_time_limit_that_was_raised_meanwhile_is_heeded(job: Jobs) -> None:
     run = job(SAVES_WHEN_ASKED, *COLD, "--time-limit-margin", "1s", ranks=1)
-    ends_in(run, 10)
-    run.start().wait_for(journal.JobStarted)
-    ends_in(run, 600)
-    calls = run.slurm / "calls"
-    until("Slurm is asked again", lambda: calls.exists() and calls.read_text().count("show job") >= 2)
-    run.wait_for_file("ready0")
+    # Whenever Slurm is asked, somebody has just given the job a few seconds more.
+    (run.slurm / "seconds_left").write_text("4")
+    run.start().wait_for_file("ready0")
+
+    def asked() -> int:
+        return (run.slurm / "calls").read_text().count("show job")
+
+    before = asked()
+    until("Slurm is asked again", lambda: asked() >= before + 2)
     assert not run.events(journal.StopRequested)
     run.signal(signal.SIGUSR2)
     assert run.wait() == 75

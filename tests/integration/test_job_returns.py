@@ -67,6 +67,7 @@ def test_w09_an_agent_restarted_on_the_same_node_within_one_cycle_is_taken_as_a_
     run = train(job, "--spares", "1", nodes=3, ranks=1)
     ready(run, 0)
     run.named("nvrx-agent", "n2").kill()
+    run.wait_for(journal.CycleStarted, 2)
     until("n2 is back", lambda: [e for e in run.events(journal.NodeJoined) if e.returned])
     assert [cycle.nodes for cycle in run.events(journal.CycleStarted)] == [["n1", "n2"], ["n1", "n3"]]
     # It is a spare like any other.

@@ -9,25 +9,23 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
-from harness import BIN, JOB_ID, RANK, LocalJob
+from harness import BIN, JOB_ID, RANK, LocalJob, local_jobs
 
 from nvrx_slurm import journal
 from nvrx_slurm.wire import messages as msg
 from nvrx_slurm.wire import rpc
 from nvrx_slurm.wire.flight_recorder import short_address
 
-Jobs = Callable[..., LocalJob]
-
 WAITS = (
     RANK
     + """
-write(f"ready{rank}")
 write(f"environment{rank}", "\\n".join(os.environ))
 wait_for("go_on")
 print("all is well")
@@ -35,19 +33,28 @@ print("all is well")
 )
 
 
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalJob]:
+    """A job that goes on until it has been disturbed in every way, and must then end well, with no fault."""
+    with local_jobs(tmp_path_factory.mktemp("jobs")) as job:
+        run = job(WAITS, "--warm-start", "off", nodes=2, ranks=1).start()
+        run.wait_for_file("environment0")
+        run.wait_for_file("environment1")
+        yield run
+        run.touch("go_on")
+        assert run.wait() == 0
+        assert run.events(journal.FaultDetected) == []
+        assert run.events(journal.NodeExcluded) == []
+        assert run.log("rank_0") == run.log("rank_1") == "all is well\n"
+        assert run.nothing_is_left()
+
+
 @pytest.fixture
-def running(job: Jobs) -> Iterator[LocalJob]:
-    """A job that goes on until it has been disturbed, and must then end well, with no fault."""
-    run = job(WAITS, "--warm-start", "off", nodes=2, ranks=1).start()
-    run.wait_for_file("ready0")
-    run.wait_for_file("ready1")
-    yield run
-    run.touch("go_on")
-    assert run.wait() == 0
-    assert run.events(journal.FaultDetected) == []
-    assert run.events(journal.NodeExcluded) == []
-    assert run.log("rank_0") == run.log("rank_1") == "all is well\n"
-    assert run.nothing_is_left()
+def running(disturbed: LocalJob) -> Iterator[LocalJob]:
+    """That job, which what a test does to it has not ended."""
+    yield disturbed
+    assert len(disturbed.ranks(0, 1)) == 2, disturbed.stderr
+    assert disturbed.events(journal.FaultDetected) == disturbed.events(journal.NodeLost) == []
 
 
 def secrets_of(run: LocalJob) -> dict[str, str]:
@@ -78,7 +85,7 @@ def converse(run: LocalJob, token: str | None, sent: Sequence[object], method: s
                     answers.append(rpc.decode_coordinator.decode(answer))
             return answers if await call.code() is grpc.StatusCode.OK else await call.code()
 
-    return asyncio.run(asyncio.wait_for(talk(), 20))
+    return asyncio.run(asyncio.wait_for(talk(), 100))
 
 
 def hello(run: LocalJob, **changes: object) -> msg.Hello:
@@ -140,9 +147,7 @@ def test_log_messages_cannot_choose_where_they_are_written(running: LocalJob) ->
         ],
         rpc.LOGS,
     )
-    assert sorted(path.name for path in running.run_dir.iterdir()) == sorted(
-        path.name for path in running.run_dir.iterdir() if "evil" not in path.name
-    )
+    assert not [path for path in running.root.parent.rglob("*") if "evil" in path.name]
 
 
 def test_noise_on_the_port_does_not_disturb(running: LocalJob) -> None:
@@ -156,7 +161,7 @@ def test_noise_on_the_port_does_not_disturb(running: LocalJob) -> None:
         preface + b"\x00\x00\x00\x04" + bytes(5),
     ):
         for size in (0, 1, 100, 100_000):
-            connection = socket.create_connection((host, int(port)), timeout=10)
+            connection = socket.create_connection((host, int(port)), timeout=60)
             with connection, contextlib.suppress(OSError):
                 connection.sendall(begin + noise.randbytes(size))
 
@@ -164,7 +169,7 @@ def test_noise_on_the_port_does_not_disturb(running: LocalJob) -> None:
 def agent(run: LocalJob, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **secrets_of(run), "SLURMD_NODENAME": "n2", **changes}
     return subprocess.run(
-        [str(BIN / "nvrx-agent")], env=environment, capture_output=True, text=True, check=False, timeout=60
+        [str(BIN / "nvrx-agent")], env=environment, capture_output=True, text=True, check=False, timeout=240
     )
 
 
@@ -197,10 +202,11 @@ def test_ranks_do_not_have_the_token(running: LocalJob) -> None:
 def test_the_token_is_in_no_file_and_on_no_command_line(running: LocalJob) -> None:
     token = secrets_of(running)[rpc.TOKEN_VARIABLE]
     for path in running.root.rglob("*"):
-        if path.is_file():
-            assert token.encode() not in path.read_bytes(), path
+        with contextlib.suppress(FileNotFoundError):  # one whose place another takes
+            assert not path.is_file() or token.encode() not in path.read_bytes(), path
     for process in running.processes():
-        assert token not in " ".join(process.cmdline())
+        with contextlib.suppress(psutil.Error):  # one that ends meanwhile
+            assert token not in " ".join(process.cmdline())
 
 
 def test_noise_on_the_ranks_socket_does_not_disturb(running: LocalJob) -> None:
@@ -231,4 +237,4 @@ assert refused(lambda: os.listdir("{running.run_dir}"))
 assert refused(lambda: open("{running.run_dir}/journal.jsonl"))
 assert refused(lambda: open("/proc/{running.named("nvrx-agent", "n1").pid}/environ").read())
 """
-    subprocess.run([sys.executable, "-c", attempt], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", attempt], check=True, timeout=240)

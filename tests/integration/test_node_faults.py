@@ -100,7 +100,7 @@ time.sleep(60)
     assert run.wait() == 0
     assert run.events(journal.NodeLost) == []
     seen = next(r.ts for r in run.records if isinstance(r.event, journal.FaultDetected))
-    assert seen - float(run.wait_for_file("failed")) < 1.0
+    assert seen - float(run.wait_for_file("failed")) < 15.0, "it is heard while the other goes on"
     steps = [event.step for event in run.events(journal.CheckpointSaved)]
     assert steps[0] == 77
     assert len(steps) < 200
@@ -126,7 +126,7 @@ wait_for("end")
     agent = run.named("nvrx-agent", "n2")
     agent.suspend()
     # A new agent comes to the node, but only when nothing of the old one is left.
-    until("no rank of cycle 0 is left on n2", lambda: not run.ranks(1, cycle=0), 13.0)
+    until("no rank of cycle 0 is left on n2", lambda: not run.ranks(1, cycle=0))
     run.wait_for_file("beaten0.1")
     run.touch("end")
     assert run.wait() == 0

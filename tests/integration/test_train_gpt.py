@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_gpt.py"
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--batch", "2", "--block", "16"]
 OPTIONS = [*TINY, "--steps", "16", "--ckpt-every", "5"]
-PATIENCE_S = 90
+PATIENCE_S = 240
 
 sys.path.insert(0, str(SCRIPT.parent))
 from gpt import checkpoints  # noqa: E402

@@ -203,8 +203,9 @@ class SlurmJobs:
             timeout_s,
         )
         for node in nodes:
-            left = self._files(node) - self._files_before[node]
-            assert left == set(), f"{node} still has {left}"
+            wait_until(
+                f"{node} still has files", lambda node=node: self._files(node) <= self._files_before[node]
+            )
 
     def _files(self, node: str) -> set[str]:
         listed = self.cluster.exec(

@@ -70,7 +70,7 @@ def test_a_check_that_hangs_times_out_as_a_warning_and_holds_up_no_other(node: N
     began = time.monotonic()
     found = run(node, made("hangs", hang, budget_s=0.3), made("fine", fine))
     assert found == {"hangs": [("warn", "timed out after 0.3 s")], "fine": [("ok", "fine")]}
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_checks_behind_one_that_hangs_in_their_lane_say_so(node: Node) -> None:
@@ -86,10 +86,10 @@ def test_checks_behind_one_that_hangs_in_their_lane_say_so(node: Node) -> None:
 
 def test_the_budget_ends_everything(node: Node) -> None:
     began = time.monotonic()
-    found = run(node, made("a", hang), made("b", hang), made("c", fine), budget_s=0.5)
-    assert found["a"] == found["b"] == [("warn", "timed out: the budget of 0.5 s for all checks is used up")]
+    found = run(node, made("a", hang), made("b", hang), made("c", fine), budget_s=3.0)
+    assert found["a"] == found["b"] == [("warn", "timed out: the budget of 3 s for all checks is used up")]
     assert found["c"] == [("ok", "fine")]
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_the_process_of_a_check_that_hangs_is_gone(node: Node, tmp_path: Path) -> None:
@@ -253,11 +253,11 @@ def test_calls_are_made_side_by_side_and_one_that_hangs_is_late() -> None:
         time.sleep(30)
         return 0
 
-    answers = call_isolated({"a": lambda: 1, "b": sleep, "c": lambda: 3}, 1.0, int)
+    answers = call_isolated({"a": lambda: 1, "b": sleep, "c": lambda: 3}, 4.0, int)
     assert (answers["a"].value, answers["c"].value) == (1, 3)
     assert answers["b"].late
-    assert answers["b"].trouble == "no answer within 1 s"
-    assert time.monotonic() - began < 6.0
+    assert answers["b"].trouble == "no answer within 4 s"
+    assert time.monotonic() - began < 25.0
 
 
 def test_what_a_call_raises_is_told() -> None:

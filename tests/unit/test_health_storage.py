@@ -149,9 +149,9 @@ def test_a_path_that_hangs_fails_in_time_and_holds_up_no_other(
     monkeypatch.setattr(paths_check, "try_path", try_path)
     tree.write("/data/file", "x")
     began = time.monotonic()
-    found = told("paths", node, paths={"/dead": "stat", "/data": "list"}, answer_s=1.0)
-    assert found == [("fail", "path /dead", "no answer within 1 s")]
-    assert time.monotonic() - began < 6.0
+    found = told("paths", node, paths={"/dead": "stat", "/data": "list"}, answer_s=4.0)
+    assert found == [("fail", "path /dead", "no answer within 4 s")]
+    assert time.monotonic() - began < 60.0
 
 
 def test_a_path_whose_process_died_is_a_warning() -> None:
@@ -241,6 +241,6 @@ def test_a_hung_file_system_does_not_hang_the_whole_check(tmp_path: Path) -> Non
         text=True,
         timeout=60,
     )
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 55.0
     assert done.returncode == 1
     assert "WARN site-scripts script 10-hang: did not end within 1 s" in done.stdout

@@ -71,7 +71,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ def test_nobody_waits_longer_than_he_says(watch: Callable[..., Any]) -> None:
         watching.refresh()
         began = time.monotonic()
         await watching.settle(0.2)
-        assert 0.1 < time.monotonic() - began < 5.0
+        assert 0.1 < time.monotonic() - began < 50.0
         await watching.settle(-1.0)
 
     watch("report = HEALTHY if looks == 1 else time.sleep(60)", test)
