@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from nvrx_slurm.inprocess import State
 from nvrx_slurm.inprocess.abort import AbortTorchDistributed
@@ -36,8 +37,8 @@ def main(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     dist.barrier()
     dist.barrier(pair) if rank < 2 else None
     found: dict[str, Any] = {}
-    store.add("ready", 1)
-    interrupt = threading.Thread(target=abort, args=(store, rank, world_size, folder, found))
+    before = enqueued()
+    interrupt = threading.Thread(target=abort, args=(store, rank, world_size, folder, found, before))
     interrupt.start()
     if rank > 0:
         try:
@@ -65,7 +66,17 @@ def meet(store: dist.Store, name: str, rank: int, world_size: int) -> None:
     )
 
 
-def abort(store: dist.Store, rank: int, world_size: int, folder: str, found: dict[str, Any]) -> None:
+def enqueued() -> int:
+    """How many collectives this rank has begun."""
+    return len(json.loads(c10d._dump_fr_trace_json()).get("entries", []))
+
+
+def abort(
+    store: dist.Store, rank: int, world_size: int, folder: str, found: dict[str, Any], before: int
+) -> None:
+    while rank > 0 and enqueued() == before:
+        time.sleep(0.01)
+    store.add("ready", 1)
     while store.add("ready", 0) < world_size:
         time.sleep(0.01)
     found["abort_at"] = time.monotonic()

@@ -13,17 +13,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from bench.inprocess_ranks.client import Rank, Ranks
 
 _HANGS = {
-    "soft_timeout": 1.0,
+    "soft_timeout": 2.0,
     "hard_timeout": 20.0,
     "monitor_thread_interval": 0.1,
     "monitor_process_interval": 0.1,
     "progress_watchdog_interval": 0.1,
 }
 """Time-outs of the wrapper, seconds; all others are far away."""
-_SOON = {**_HANGS, "hard_timeout": 2.0}
+_SOON = {**_HANGS, "hard_timeout": 4.0}
 _GROUP_S = 8.0
 """gloo may leave a rank blocked until its group's time-out, once in a while."""
-_SILENCE = {"heartbeat_interval": 0.3, "heartbeat_timeout": 3.0}
+_SILENCE = {"heartbeat_interval": 0.3, "heartbeat_timeout": 5.0}
 
 
 class Scenarios:
@@ -119,7 +119,7 @@ def test_a_lost_node_is_left_out(ranks: Scenarios, gets: str, kind: str) -> None
     assert done[0].records(1) >= {(1, kind), (3, kind)}
     again = done[0].all("enter")[1]["t"] - done[0].one("fault")["t"]
     assert again >= (_SILENCE["heartbeat_timeout"] if gets == "SIGSTOP" else 0)
-    assert again < 20
+    assert again < 60
 
 
 @pytest.mark.parametrize("gets", ["SIGSTOP", "SIGKILL"])
@@ -135,7 +135,7 @@ def test_when_the_node_of_the_hub_is_lost_all_end_with_an_error_that_says_so(
     for rank in done[2:]:
         assert rank.one("raised")["type"] == "InternalError"
         assert len(rank.all("terminate")) == 1
-        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 20
+        assert rank.one("end")["t"] - done[2].one("fault")["t"] < 60
     # Whoever ends first buries the node.
     said = min((rank.one("raised") for rank in done[2:]), key=lambda raised: raised["t"])["text"]
     assert ("nothing was heard of the hub" in said) == (gets == "SIGSTOP")
@@ -165,7 +165,7 @@ def test_deaths_during_a_restart_are_part_of_it_or_of_the_next_one(ranks: Scenar
         assert [each for each in rank.entered if each not in (2, 3)] == [0, 1, 4]
         assert rank.all("enter")[-1]["world_size"] == "2"
         # Long before any heartbeat or hang would be noticed.
-        assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 20
+        assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 28
 
 
 def test_ctrl_c_while_a_call_cleans_up_leaves_nothing(ranks: Scenarios) -> None:
@@ -288,7 +288,7 @@ def test_spares_take_the_place_of_lost_ranks(ranks: Scenarios) -> None:
 
 def test_what_a_call_wrapper_offers_and_what_a_wrapped_function_refuses(ranks: Scenarios) -> None:
     """Atomic sections hold up the abort, time-outs can be off, calls begin anew, metadata stays."""
-    done = ranks.run(world_size=2, scenario="manners", silent=1.5, times=_HANGS)
+    done = ranks.run(world_size=2, scenario="manners", silent=2.5, times=_HANGS)
     for rank in done:
         assert [each["value"] for each in rank.all("result")] == [[1, "one", 1], [2, "two", 1]]
         assert rank.all("result")[1]["name"] == "function"
@@ -385,7 +385,7 @@ def test_a_rank_that_dies_while_a_group_is_being_made_takes_no_other_along(ranks
     for rank in done[::2]:
         # A slow one may be interrupted before its function begins.
         assert rank.entered[-1] == 2
-        assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 20
+        assert rank.all("enter")[-1]["t"] - rank.all("enter")[0]["t"] < 28
 
 
 def test_an_exception_that_cannot_be_told_is_an_exception_like_all_others(ranks: Scenarios) -> None:

@@ -24,7 +24,7 @@ def test_an_abort_ends_gloo_collectives_and_leaves_other_sockets_alone(tmp_path:
         for rank in range(RANKS)
     ]
     try:
-        found = [json.loads(rank.communicate(timeout=90)[0]) for rank in ranks]
+        found = [json.loads(rank.communicate(timeout=250)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

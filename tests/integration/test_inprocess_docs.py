@@ -25,7 +25,7 @@ def test_the_examples_of_the_page_run() -> None:
         input=program,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=250,
         env=environ,
         check=False,
     )
