@@ -70,7 +70,8 @@ class OtherRanks:
 
     def close(self) -> None:
         """Give back what was made; the process group may be gone already."""
-        if isinstance(self._exchange, OverTorch) and _world() is self._known():
+        world = _world()
+        if isinstance(self._exchange, OverTorch) and world is not None and world is self._known():
             self._exchange.close()
         self._exchange = Alone(self._exchange.rank)
 
