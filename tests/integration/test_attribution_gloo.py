@@ -18,8 +18,10 @@ LAST_CALL = {0: 5, 1: 5, 2: 4, 3: 5}
 PATIENCE_S = 240.0
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks of which one does not take part in the fifth collective."""
+    meeting = tmp_path_factory.mktemp("gloo") / "meeting"
     script = Path(__file__).parent / "gloo_rank.py"
     environ = {
         **os.environ,
@@ -30,12 +32,12 @@ def ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     argv = [sys.executable, str(script)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = [
-        subprocess.Popen(
-            [*argv, str(rank), str(WORLD), str(tmp_path / "meeting")], text=True, env=environ, **pipes
-        )
+        subprocess.Popen([*argv, str(rank), str(WORLD), str(meeting)], text=True, env=environ, **pipes)
         for rank in range(WORLD)
     ]
     try:
+        for process in started:
+            hear(process, "calls 5")
         yield started
     finally:
         for process in started:
@@ -58,8 +60,6 @@ def hear(process: subprocess.Popen[str], word: str) -> None:
 def test_the_rank_that_never_called_is_named(
     ranks: list[subprocess.Popen[str]], tmp_path: Path, suffix: str
 ) -> None:
-    for process in ranks:
-        hear(process, "calls 5")
     (tmp_path / "dumps").mkdir()
     paths = [tmp_path / "dumps" / f"trace_rank{rank}{suffix}" for rank in range(WORLD)]
     # A rank says that it calls a moment before it does, and its recorder learns of an end a moment later: ask
