@@ -70,6 +70,7 @@ constexpr std::uint32_t kDriverLaunches[] = {307, 442, 477, 478, 480, 514, 515, 
 
 enum Result : int {
     kSuccess = 0,
+    kEndOfBuffer = 12,
     kMultipleSubscribers = 39,
 };
 

@@ -59,6 +59,7 @@ static_assert(static_cast<int>(kKindConcurrentKernel) == static_cast<int>(CUPTI_
 static_assert(static_cast<int>(kKindExternalCorrelation) == static_cast<int>(CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION));
 static_assert(kExternalKind == CUPTI_EXTERNAL_CORRELATION_KIND_CUSTOM2);
 static_assert(static_cast<int>(kSuccess) == static_cast<int>(CUPTI_SUCCESS));
+static_assert(static_cast<int>(kEndOfBuffer) == static_cast<int>(CUPTI_ERROR_MAX_LIMIT_REACHED));
 static_assert(static_cast<int>(kMultipleSubscribers) == static_cast<int>(CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED));
 static_assert(kRuntimeLaunches[0] == CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
 static_assert(kRuntimeLaunches[5] == CUPTI_RUNTIME_TRACE_CBID_cudaGraphLaunch_v10000);

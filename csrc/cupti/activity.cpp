@@ -1,7 +1,13 @@
 #include "activity.h"
 
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
 #include <ctime>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 namespace nvrx {
 
@@ -16,7 +22,10 @@ public:
 
     const abi::Record* next(std::uint8_t* buffer, std::size_t size, const abi::Record* previous) const override {
         const abi::Record* record = previous;
-        return library_.next_record(buffer, size, &record) == abi::kSuccess ? record : nullptr;
+        const int result = library_.next_record(buffer, size, &record);
+        if (result == abi::kSuccess) return record;
+        if (result != abi::kEndOfBuffer) ++unreadable_;
+        return nullptr;
     }
 
     std::uint64_t dropped() const override {
@@ -24,9 +33,21 @@ public:
         return library_.dropped_records(nullptr, 0, &count) == abi::kSuccess ? count : 0;
     }
 
+    std::uint64_t unreadable() const override { return std::exchange(unreadable_, 0); }
+
 private:
     const Library& library_;
+    mutable std::uint64_t unreadable_ = 0;  // of the thread that reads
 };
+
+// Sections that this thread has entered and not left, as CUPTI has them on its stack of this thread.
+struct Entered {
+    std::uint64_t number;
+    std::uint16_t section;
+};
+thread_local std::vector<Entered> entered_here;
+
+std::atomic<bool> is_fork{false};
 
 void request_buffer(std::uint8_t** buffer, std::size_t* size, std::size_t* max_records) {
     *max_records = 0;
@@ -55,7 +76,9 @@ Activity& Activity::open(const std::string& path) {
 }
 
 Activity::Activity(const std::string& path)
-    : library_(path), collector_(std::make_unique<Collector>(std::make_unique<FromCupti>(library_))) {}
+    : library_(path), collector_(std::make_unique<Collector>(std::make_unique<FromCupti>(library_))) {
+    pthread_atfork(nullptr, nullptr, [] { is_fork = true; });
+}
 
 void Activity::attach() {
     const std::lock_guard lock(mutex_);
@@ -94,19 +117,29 @@ void Activity::release() {
 }
 
 std::uint64_t Activity::enter(std::uint16_t section) {
+    if (is_fork) return kNothing;
     {
         const std::lock_guard lock(mutex_);
         if (!is_on_) switch_on();
         ++inside_;
+        forget_left_elsewhere();
     }
     library_.push_external(abi::kExternalKind, section);
-    return collector_->sections().open(section, now());
+    const std::uint64_t number = collector_->sections().open(section, now());
+    entered_here.push_back({number, section});
+    return number;
 }
 
 void Activity::leave(std::uint64_t entered, bool is_ours) {
+    if (is_fork || entered == kNothing) return;
     collector_->sections().close(entered, now());
-    library_.pop_external(abi::kExternalKind, nullptr);
     const std::lock_guard lock(mutex_);
+    if (!forget_entered(entered)) {
+        left_elsewhere_.insert(entered);
+        // Of threads that have ended nobody asks for theirs.
+        if (left_elsewhere_.size() > kMostLeftElsewhere) left_elsewhere_.erase(left_elsewhere_.begin());
+    }
+    forget_left_elsewhere();
     if (inside_ > 0) --inside_;
     if (!is_ours) {
         is_on_ = false;
@@ -115,10 +148,37 @@ void Activity::leave(std::uint64_t entered, bool is_ours) {
     }
 }
 
+// Takes a section from this thread's stack, wherever it lies there: a generator may leave its own after that of whoever
+// reads it has begun. False: this thread has not entered it.
+bool Activity::forget_entered(std::uint64_t number) {
+    const auto found = std::find_if(entered_here.rbegin(), entered_here.rend(),
+                                    [&](const Entered& each) { return each.number == number; });
+    if (found == entered_here.rend()) return false;
+    const auto above = found.base();  // those that were entered after it, and stay
+    for (auto each = above - 1; each != entered_here.end(); ++each) library_.pop_external(abi::kExternalKind, nullptr);
+    for (auto each = above; each != entered_here.end(); ++each) {
+        library_.push_external(abi::kExternalKind, each->section);
+    }
+    entered_here.erase(above - 1);
+    return true;
+}
+
+// Takes those from this thread's stack that another thread has left.
+void Activity::forget_left_elsewhere() {
+    if (left_elsewhere_.empty()) return;
+    for (std::size_t i = entered_here.size(); i-- > 0;) {
+        const std::uint64_t number = entered_here[i].number;
+        if (left_elsewhere_.erase(number) > 0) forget_entered(number);
+    }
+}
+
 bool Activity::flush(std::chrono::milliseconds patience) {
+    if (is_fork) return true;
     library_.check(library_.flush_all(0), "cuptiActivityFlushAll");
     return collector_->drain(patience);
 }
+
+bool Activity::drain(std::chrono::milliseconds patience) { return is_fork || collector_->drain(patience); }
 
 void Activity::switch_on() {
     library_.check(library_.enable(abi::kKindExternalCorrelation), "cuptiActivityEnable(EXTERNAL_CORRELATION)");

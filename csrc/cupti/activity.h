@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include "collector.h"
@@ -23,21 +24,29 @@ public:
     void attach();
     // Before another tool takes it: what was recorded is handed over, and nothing is recorded any more.
     void release();
-    // The first `enter` has CUPTI record kernels, the last `leave` ends that. Both on the thread of the section.
-    // Return a number that `leave` is to be given.
+    // The first `enter` has CUPTI record kernels, the last `leave` ends that. Returns a number that `leave` is to be
+    // given, on the same thread: on another one, kernels that the first one launches belong to the section until that
+    // enters or leaves another. In a fork, which has neither a GPU nor the thread that reads, all of this does nothing.
     std::uint64_t enter(std::uint16_t section);
     // With `is_ours` false another tool has taken CUPTI meanwhile: nothing is switched off.
     void leave(std::uint64_t entered, bool is_ours);
     // Asks for the records of all kernels that have ended, and waits for their statistics; false if that takes longer.
     bool flush(std::chrono::milliseconds patience);
+    // Waits for the statistics of what was handed over; false if that takes longer.
+    bool drain(std::chrono::milliseconds patience);
 
     Collector& collector() { return *collector_; }
     const Library& library() const { return library_; }
 
 private:
+    static constexpr std::uint64_t kNothing = ~std::uint64_t{0};
+    static constexpr std::size_t kMostLeftElsewhere = 1024;
+
     explicit Activity(const std::string& path);
     void switch_on();
     void switch_off();
+    bool forget_entered(std::uint64_t number);
+    void forget_left_elsewhere();
     std::uint64_t now() const;
 
     const Library library_;
@@ -46,6 +55,7 @@ private:
     bool probed_ = false, was_attached_ = false;
     int inside_ = 0;
     bool is_on_ = false;
+    std::set<std::uint64_t> left_elsewhere_;  // on another thread than the one that has entered
 };
 
 }  // namespace nvrx

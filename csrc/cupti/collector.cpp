@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <new>
 
 namespace nvrx {
@@ -29,6 +30,7 @@ std::uint8_t* Collector::request(std::size_t& size) {
     if (!free_.empty()) {
         std::uint8_t* buffer = free_.back();
         free_.pop_back();
+        made_.find(buffer)->second.is_lent = true;
         return buffer;
     }
     if (made_.size() >= most_buffers_) {
@@ -40,7 +42,7 @@ std::uint8_t* Collector::request(std::size_t& size) {
         auto memory = std::unique_ptr<Aligned[]>(new Aligned[buffer_bytes_ / sizeof(Aligned)]);
         auto* buffer = reinterpret_cast<std::uint8_t*>(memory.get());
         free_.reserve(made_.size() + 1);  // so that giving it back needs no memory
-        made_.emplace(buffer, std::move(memory));
+        made_.emplace(buffer, Made{std::move(memory), true});
         ++buffers_.made;
         return buffer;
     } catch (const std::bad_alloc&) {  // no exception may reach the driver
@@ -53,19 +55,29 @@ std::uint8_t* Collector::request(std::size_t& size) {
 void Collector::complete(std::uint8_t* buffer, std::size_t valid) {
     {
         const std::lock_guard lock(mutex_);
-        if (made_.find(buffer) == made_.end()) {
+        const auto made = made_.find(buffer);
+        if (made == made_.end() || !made->second.is_lent) {
             ++buffers_.foreign;
             return;
         }
-        if (discards_) {
+        made->second.is_lent = false;
+        if (discards_ || !enqueue({buffer, std::min(valid, buffer_bytes_)})) {
             ++buffers_.discarded;
             free_.push_back(buffer);
             return;
         }
-        queue_.push_back({buffer, valid < buffer_bytes_ ? valid : buffer_bytes_});
-        ++handed_over_;
     }
     filled_.notify_one();
+}
+
+bool Collector::enqueue(Filled filled) {
+    try {
+        queue_.push_back(filled);
+    } catch (const std::bad_alloc&) {  // no exception may reach the driver
+        return false;
+    }
+    ++handed_over_;
+    return true;
 }
 
 void Collector::discard(bool whether) {
@@ -121,10 +133,11 @@ void Collector::read() {
         } catch (const std::bad_alloc&) {  // training is worth more than its statistics
             is_read = false;
         }
-        const std::uint64_t dropped = source_->dropped();
+        const std::uint64_t dropped = source_->dropped(), unreadable = source_->unreadable();
         {
             const std::lock_guard lock(mutex_);
             buffers_.dropped += dropped;
+            buffers_.unreadable += unreadable;
             if (!is_read) ++buffers_.discarded;
             free_.push_back(filled.buffer);
             ++done_;

@@ -21,9 +21,10 @@ namespace nvrx {
 struct Buffers {
     std::uint64_t made = 0;      // that exist
     std::uint64_t refused = 0;   // requests beyond the limit: the driver drops records then
-    std::uint64_t foreign = 0;   // handed over, but lent by somebody else
+    std::uint64_t foreign = 0;   // handed over, but lent by somebody else, or not lent now
     std::uint64_t discarded = 0; // not read: another tool's records may be in them, or memory lacks
     std::uint64_t dropped = 0;   // records that the driver says it has dropped
+    std::uint64_t unreadable = 0;  // read up to a record that makes no sense
 };
 
 class Collector {
@@ -41,6 +42,7 @@ public:
 
     // Both are called on threads of the driver, in the midst of launches: they wait for nothing but a short lock.
     std::uint8_t* request(std::size_t& size);
+    // What is not lent, as a buffer that is handed over twice, is left alone.
     void complete(std::uint8_t* buffer, std::size_t valid);
 
     // With true, what is handed over from now on is not read.
@@ -63,6 +65,12 @@ private:
         alignas(8) std::uint8_t bytes[8];
     };
 
+    struct Made {
+        std::unique_ptr<Aligned[]> memory;
+        bool is_lent;
+    };
+
+    bool enqueue(Filled filled);
     void read();
 
     const std::unique_ptr<RecordSource> source_;
@@ -70,7 +78,7 @@ private:
 
     mutable std::mutex mutex_;  // of what follows
     std::condition_variable filled_, read_;
-    std::unordered_map<std::uint8_t*, std::unique_ptr<Aligned[]>> made_;
+    std::unordered_map<std::uint8_t*, Made> made_;
     std::vector<std::uint8_t*> free_;
     std::deque<Filled> queue_;
     Buffers buffers_;

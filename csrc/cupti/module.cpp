@@ -34,6 +34,7 @@ Numbers as_map(const Collector& collector) {
     found["buffers_refused"] = buffers.refused;
     found["buffers_foreign"] = buffers.foreign;
     found["buffers_discarded"] = buffers.discarded;
+    found["buffers_unreadable"] = buffers.unreadable;
     found["dropped"] = buffers.dropped;
     return found;
 }
@@ -137,7 +138,6 @@ PYBIND11_MODULE(_cupti, module) {
     module.attr("SKETCH_BYTES") = sizeof(Sketch);
     module.attr("RELATIVE_ERROR") = Sketch::kRelativeError;
     module.attr("MOST_SKETCHES") = Aggregator::kMostSketches;
-    module.attr("EXTERNAL_KIND") = abi::kExternalKind;
 #ifdef NVRX_CUPTI_HEADERS
     module.attr("CHECKED_AGAINST") = NVRX_CUPTI_HEADERS;
 #else
@@ -184,6 +184,9 @@ PYBIND11_MODULE(_cupti, module) {
         .def("release", &Activity::release, unlocked)
         .def("flush",
              [](Activity& activity, int patience_ms) { return activity.flush(std::chrono::milliseconds(patience_ms)); },
+             unlocked)
+        .def("drain",
+             [](Activity& activity, int patience_ms) { return activity.drain(std::chrono::milliseconds(patience_ms)); },
              unlocked)
         .def("take", [](Activity& activity) { return activity.collector().take(false); }, unlocked)
         .def("counts", [](Activity& activity) { return as_map(activity.collector()); }, unlocked)

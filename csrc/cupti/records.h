@@ -17,6 +17,8 @@ public:
     virtual const abi::Record* next(std::uint8_t* buffer, std::size_t size, const abi::Record* previous) const = 0;
     // Records lost since the last call because no buffer was to be had.
     virtual std::uint64_t dropped() const { return 0; }
+    // Buffers since the last call of which the records could be read only up to one that makes no sense.
+    virtual std::uint64_t unreadable() const { return 0; }
 };
 
 // Records that lie at a fixed distance from each other, as tests and benchmarks write them.

@@ -15,7 +15,7 @@ using namespace nvrx::abi;
 
 namespace {
 
-constexpr int kInvalid = 1, kNotInitialized = 15, kQueueEmpty = 20, kEndOfBuffer = 12, kInvalidKind = 21;
+constexpr int kInvalid = 1, kNotInitialized = 15, kQueueEmpty = 20, kInvalidKind = 21;
 constexpr std::size_t kKernelBytes = 216, kOtherBytes = 64;  // CUpti_ActivityKernel10; any other kind
 
 struct Filling {
@@ -23,15 +23,17 @@ struct Filling {
     std::size_t size = 0, used = 0;
 };
 
-std::recursive_mutex mutex;
+// Never destroyed: at the end of a process its threads may still launch.
+std::recursive_mutex& mutex = *new std::recursive_mutex;
 RequestBuffer request = nullptr;
 BufferComplete complete = nullptr;
 Timestamp clock_of_user = nullptr;
-std::set<std::uint32_t> kinds;
-std::set<std::uint32_t> runtime_calls, driver_calls;
+using Numbers = std::set<std::uint32_t>;
+Numbers &kinds = *new Numbers, &runtime_calls = *new Numbers, &driver_calls = *new Numbers;
 Filling of_host, of_device;
-std::map<std::string, long> settings = {{"version", 130000}, {"correlation", 1}};
-std::map<std::string, long> calls;
+using Named = std::map<std::string, long>;
+Named& settings = *new Named{{"version", 130000}, {"correlation", 1}};
+Named& calls = *new Named;
 std::size_t dropped = 0;
 thread_local std::map<std::uint32_t, std::vector<std::uint64_t>> external;
 
@@ -107,7 +109,7 @@ int cuptiGetTimestamp(std::uint64_t* time) {
 }
 
 int cuptiSubscribe(void** subscriber, void*, void*) {
-    *subscriber = &settings;
+    *subscriber = &calls;
     return fails("cuptiSubscribe");
 }
 
@@ -199,10 +201,12 @@ void sim_set(const char* key, long value) {
     settings[key] = value;
 }
 
-// How often a call was made; "inside" is the depth of this thread's sections.
+// How often a call was made; "inside" is the depth of this thread's sections, "innermost" the last of them, 0 for none.
 long sim_calls(const char* call) {
     const std::lock_guard lock(mutex);
-    if (std::string(call) == "inside") return static_cast<long>(external[kExternalKind].size());
+    const auto& inside = external[kExternalKind];
+    if (std::string(call) == "inside") return static_cast<long>(inside.size());
+    if (std::string(call) == "innermost") return inside.empty() ? 0 : static_cast<long>(inside.back());
     return calls[call];
 }
 
@@ -259,7 +263,7 @@ void sim_launch(const char* name, std::uint64_t ns, int kernels, int call) {
     }
 }
 
-// A record of a kind that this project does not look at.
+// A record of a kind that this project does not look at; 0: of none, so what follows it in its buffer can't be read.
 void sim_other(std::uint32_t kind) {
     const std::lock_guard lock(mutex);
     const Record record{kind};

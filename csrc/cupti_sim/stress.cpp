@@ -2,7 +2,10 @@
 //
 // sanitize.sh builds and runs it; exits 0 if no kernel was lost or counted twice.
 #include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -121,6 +124,76 @@ void small_pool() {
     require(collector.buffers().made <= 3 && collector.buffers().refused * 4 == lost, "refusals are counted");
 }
 
+// Buffers come back in any order, some of them twice, some of them empty, beside those of somebody else.
+void buffers_in_any_order() {
+    constexpr std::size_t distance = sizeof(abi::Kernel), at_once = 8;
+    Collector collector(std::make_unique<EvenlySpaced>(distance), 4 * distance, kThreads * at_once);
+    std::vector<std::thread> threads;
+    for (int number = 0; number < kThreads; ++number) {
+        threads.emplace_back([&, number] {
+            alignas(8) std::uint8_t foreign[distance] = {};
+            for (int round = 0; round < kRounds / 10; ++round) {
+                std::vector<std::uint8_t*> lent;
+                std::size_t size = 0;
+                while (lent.size() < at_once) {
+                    std::uint8_t* buffer = collector.request(size);
+                    if (buffer == nullptr) continue;  // the reader has them
+                    abi::Kernel record{};
+                    record.kind = abi::kKindKernel;
+                    record.start = 1;
+                    record.end = 2;
+                    record.name = "k";
+                    std::memcpy(buffer, &record, distance);
+                    lent.push_back(buffer);
+                }
+                std::rotate(lent.begin(), lent.begin() + (round + number) % 8, lent.end());
+                std::reverse(lent.begin(), lent.begin() + 5);
+                for (std::size_t i = 0; i < lent.size(); ++i) {
+                    // Half a record at its end, or nothing but half a one.
+                    collector.complete(lent[i], i % 2 == 0 ? distance + distance / 2 : distance / 2);
+                }
+                collector.complete(foreign, distance);
+            }
+        });
+    }
+    for (auto& thread : threads) thread.join();
+    require(collector.drain(kPatience), "buffers are read in time");
+    constexpr std::uint64_t rounds = kThreads * (kRounds / 10);
+    require(counted(collector.take(true)) == rounds * at_once / 2, "whole records are counted once");
+    require(collector.buffers().foreign == rounds, "those of somebody else are left alone");
+
+    std::size_t size = 0;
+    std::uint8_t* twice = collector.request(size);
+    collector.complete(twice, 0);
+    collector.complete(twice, 0);
+    require(collector.drain(kPatience) && collector.buffers().foreign == rounds + 1, "once is enough");
+}
+
+// A thread launches all the time: while the process forks, and when it ends.
+void fork_and_exit(const std::string& path) {
+    Activity& activity = Activity::open(path);
+    auto* launch = function<void(const char*, std::uint64_t, int, int)>(dlopen(path.c_str(), RTLD_NOW), "sim_launch");
+    static std::atomic<long> launched{0};
+    std::thread([&activity, launch] {
+        for (;;) {
+            const std::uint64_t section = activity.enter(1);
+            launch("k", 1000, 1, 211);
+            activity.leave(section, true);
+            ++launched;
+        }
+    }).detach();
+    for (int i = 0; i < 20; ++i) {
+        const pid_t child = fork();
+        if (child == 0) {
+            activity.leave(activity.enter(2), true);
+            _exit(activity.flush(kPatience) && activity.drain(kPatience) ? 0 : 1);
+        }
+        int status = 1;
+        require(waitpid(child, &status, 0) == child && status == 0, "a fork does nothing, and ends");
+    }
+    for (const long until = launched + 1000; launched < until;) std::this_thread::yield();
+}
+
 // More names than there is room for, of which all but one go again.
 void names_come_and_go() {
     OpenSections open;
@@ -140,6 +213,8 @@ void names_come_and_go() {
 int main(int, char** arguments) {
     names_come_and_go();
     small_pool();
+    buffers_in_any_order();
     launches_from_threads(arguments[1]);
+    fork_and_exit(arguments[1]);
     std::puts("passed");
 }

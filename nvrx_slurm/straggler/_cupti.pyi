@@ -8,7 +8,6 @@ RELATIVE_ERROR: float
 """Of a median, unless it is ``coarse``."""
 MOST_SKETCHES: int
 """So many kernels, times sections, are told apart."""
-EXTERNAL_KIND: int
 CHECKED_AGAINST: str
 """The CUPTI API version whose headers the declarations were compared with; empty if there were none."""
 
@@ -106,6 +105,9 @@ class Activity:
         Raises:
             RuntimeError
         """
+
+    def drain(self, patience_ms: int) -> bool:
+        """Wait for the records that were handed over already; false if reading them takes longer."""
 
     def take(self) -> list[KernelTimes]: ...
     def counts(self) -> dict[str, int]: ...

@@ -53,9 +53,12 @@ class KernelTimes:
     While torch.profiler runs CUPTI is left to it, and sections are timed by ``fallback``, which is said once.
 
     Args:
-        activity: ``_cupti.Activity``, attached.
+        activity: ``_cupti.Activity``.
         fallback: times sections as a whole.
         profiler: tells when torch.profiler wants CUPTI.
+
+    Raises:
+        NoKernelTimesError: another tool holds CUPTI, or there is no driver.
     """
 
     _numbers: ClassVar[dict[str, int]] = {}
@@ -65,10 +68,15 @@ class KernelTimes:
         self._activity = activity
         self._fallback = fallback
         self._profiler = profiler
-        profiler.before = self._give_cupti
-        self._is_ours = True
         self._has_said = False
-        self._lost = activity.counts()["dropped"]
+        self._is_ours = not profiler.has_cupti()
+        if self._is_ours:
+            try:
+                activity.attach()
+            except RuntimeError as error:
+                raise NoKernelTimesError(f"{activity.path}: {error}") from error
+        profiler.before = self._give_cupti
+        self._lost = activity.counts()
         self._coarse_said = False
         self._by_section: dict[str, dict[str, Summary]] = {}
         # What is left of a detector before this one.
@@ -91,12 +99,14 @@ class KernelTimes:
 
     def summaries(self) -> dict[str, dict[Statistic, float]]:
         """Return what has ended and was read by now; the GPU is not waited for."""
-        if self._is_ours and not self._profiler.has_cupti():
-            try:
-                if not self._activity.flush(_PATIENCE_MS):
-                    _log.info("records of kernels are still being read: they count in the next report")
-            except RuntimeError as error:
-                self._say_left(str(error))
+        # What another tool records now is not asked for, what came home before is waited for.
+        has_cupti = self._is_ours and not self._profiler.has_cupti()
+        read = self._activity.flush if has_cupti else self._activity.drain
+        try:
+            if not read(_PATIENCE_MS):
+                _log.info("records of kernels are still being read: they count in the next report")
+        except RuntimeError as error:
+            self._say_left(str(error))
         kernels = self._activity.take()
         self._by_section = self._sorted_by_section(kernels)
         self._say_what_is_lost(kernels)
@@ -153,15 +163,19 @@ class KernelTimes:
             _log.warning("%s: meanwhile sections are timed by CUDA events, not kernels one by one", why)
 
     def _say_what_is_lost(self, kernels: Sequence[Kernel]) -> None:
-        counts = self.record_counts()
-        lost = counts["dropped"]
-        if lost > self._lost:
+        before, self._lost = self._lost, self.record_counts()
+        lost = {name: count - before[name] for name, count in self._lost.items()}
+        if lost["dropped"]:
             _log.warning(
                 "CUPTI dropped %d records of kernels in this period (%d requests for a buffer refused)",
-                lost - self._lost,
-                counts["buffers_refused"],
+                lost["dropped"],
+                lost["buffers_refused"],
             )
-            self._lost = lost
+        if lost["buffers_unreadable"]:
+            _log.warning(
+                "%d of CUPTI's buffers could be read in part only in this period: kernels are missing",
+                lost["buffers_unreadable"],
+            )
         coarse = [kernel.name for kernel in kernels if kernel.times.coarse]
         if coarse and not self._coarse_said:
             self._coarse_said = True
@@ -171,7 +185,7 @@ class KernelTimes:
 
 
 def open_activity(paths: Iterable[str]) -> Activity:
-    """Return CUPTI's activity source from the first library that works, attached.
+    """Return CUPTI's activity source from the first library that works.
 
     Raises:
         NoKernelTimesError: with the reason.
@@ -185,14 +199,8 @@ def open_activity(paths: Iterable[str]) -> Activity:
     why = "libcupti is neither in torch's packages nor in the CUDA toolkit"
     for path in paths:
         try:
-            activity = _cupti.Activity.open(path)
+            return _cupti.Activity.open(path)
         except RuntimeError as error:
             # The last ones are only names: what a file said is more to the point.
             why = str(error) if "/" in path else why
-            continue
-        try:
-            activity.attach()
-        except RuntimeError as error:
-            raise NoKernelTimesError(f"{activity.path}: {error}") from error
-        return activity
     raise NoKernelTimesError(why)

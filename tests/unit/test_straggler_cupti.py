@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -204,7 +205,12 @@ def test_torch_profiler_gets_cupti_and_gives_it_back(
     before = times.begin("step")
     simulated.launch("before", 1_000)
     recording = []
-    module.on_prepare = lambda: (recording.append(simulated.is_recording), simulated.take_over())
+
+    def prepare() -> None:
+        recording.append(simulated.is_recording)
+        simulated.take_over()
+
+    module.on_prepare = prepare
     module._prepare_profiler(None, {ProfilerActivity.CPU, ProfilerActivity.CUDA})  # within a section of ours
     assert recording == [False], "it was given back before"
     times.end("step", before)
@@ -215,10 +221,7 @@ def test_torch_profiler_gets_cupti_and_gives_it_back(
         times.end("step", within)
     assert fallback.seen == ["step"] * 3
     flushed = simulated.calls("cuptiActivityFlushAll")
-    # What came home is read by a thread of its own, for which a report does not wait meanwhile.
-    while not (found := times.summaries()):
-        pass
-    assert found.keys() == {"before"}
+    assert times.summaries().keys() == {"before"}, "what came home is waited for"
     assert simulated.calls("cuptiActivityFlushAll") == flushed, "the profiler's buffers are left alone"
     module._disable_profiler()
     after = times.begin("step")
@@ -238,6 +241,95 @@ def test_a_profiler_that_was_on_before_has_cupti_until_it_ends(simulated: Simula
     module._is_profiler_enabled = False
     times.end("step", times.begin("step"))
     assert fallback.seen == ["step"]
+
+
+def test_a_detector_that_begins_within_a_trace_takes_nothing_from_it(simulated: SimulatedCupti) -> None:
+    module = Profiler()
+    module._is_profiler_enabled = True
+    simulated.take_over()
+    registered = simulated.calls("cuptiActivityRegisterCallbacks")
+    times, fallback = kernel_times(simulated, module)
+    times.end("step", times.begin("step"))
+    assert times.summaries() == {}
+    assert simulated.calls("cuptiActivityRegisterCallbacks") == registered
+    assert simulated.is_recording, "for the profiler"
+    assert fallback.seen == ["step"]
+    module._is_profiler_enabled = False
+    section = times.begin("step")
+    simulated.launch("after", 1_000)
+    times.end("step", section)
+    assert times.summaries().keys() == {"after"}
+
+
+def test_sections_that_are_left_in_another_order_keep_the_others(simulated: SimulatedCupti) -> None:
+    """As a generator's, which is closed after its reader's section has begun."""
+    times, _ = kernel_times(simulated)
+    generator = times.begin("generator")
+    reader = times.begin("reader")
+    inside = simulated.calls("innermost")
+    times.end("generator", generator)
+    assert (simulated.calls("inside"), simulated.calls("innermost")) == (1, inside)
+    simulated.launch("k", 1_000)
+    times.end("reader", reader)
+    assert (simulated.calls("inside"), simulated.is_recording) == (0, False)
+    times.summaries()
+    assert times.section_kernels().keys() == {"reader"}
+
+
+def test_a_section_that_another_thread_leaves_ends_on_both(simulated: SimulatedCupti) -> None:
+    times, _ = kernel_times(simulated)
+    handed_over = times.begin("handed over")
+    depth = []
+
+    def elsewhere() -> None:
+        own = times.begin("own")
+        times.end("handed over", handed_over)
+        depth.append(simulated.calls("inside"))
+        times.end("own", own)
+        depth.append(simulated.calls("inside"))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert depth == [1, 0]
+    next_one = times.begin("next")
+    assert simulated.calls("inside") == 1
+    times.end("next", next_one)
+    assert (simulated.calls("inside"), simulated.is_recording) == (0, False)
+
+
+def test_a_buffer_that_makes_no_sense_is_counted_and_said(
+    simulated: SimulatedCupti, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, _ = kernel_times(simulated)
+    section = times.begin("step")
+    simulated.launch("before", 1_000)
+    simulated.other_record(0)
+    simulated.launch("behind it", 1_000)
+    times.end("step", section)
+    assert times.summaries().keys() == {"before"}
+    assert "1 of CUPTI's buffers could be read in part only" in caplog.text
+    section = times.begin("step")
+    simulated.launch("later", 1_000)
+    times.end("step", section)
+    assert times.summaries().keys() == {"later"}
+    assert caplog.text.count("in part only") == 1
+
+
+def test_in_a_fork_it_does_nothing(simulated: SimulatedCupti) -> None:
+    times, _ = kernel_times(simulated)
+    entered = times.begin("step")
+    child = os.fork()
+    if child == 0:
+        try:
+            times.end("step", entered)
+            times.end("inner", times.begin("inner"))
+            os._exit(0 if simulated.is_recording else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    times.end("step", entered)
+    assert not simulated.is_recording
 
 
 def test_the_real_torch_profiler_tells_before_it_prepares_and_when_it_ends() -> None:
@@ -284,17 +376,20 @@ def test_a_subscriber_of_before_is_found_by_trying_to_be_one() -> None:
     extension()
     script = """
 import ctypes, sys
-from nvrx_slurm.straggler.kernels import NoKernelTimesError, open_activity
+from nvrx_slurm.straggler.kernels import KernelTimes, NoKernelTimesError, open_activity
+from nvrx_slurm.straggler.torch_profiler import torch_profiler
 ctypes.CDLL(sys.argv[1]).sim_set(b"fail:cuptiSubscribe", ctypes.c_long(39))
+activity = open_activity(["/nowhere/libcupti.so.13", sys.argv[1]])
 for _ in range(2):
     try:
-        open_activity(["/nowhere/libcupti.so.13", sys.argv[1]])
+        KernelTimes(activity, None, torch_profiler())
     except NoKernelTimesError as error:
         print(error)
 library = ctypes.CDLL(sys.argv[1])
 print(library.sim_calls(b"cuptiActivityRegisterCallbacks"), library.sim_is_recording())
 library.sim_set(b"fail:cuptiSubscribe", ctypes.c_long(0))
-print(open_activity([sys.argv[1]]).version, library.sim_calls(b"cuptiUnsubscribe"))
+KernelTimes(activity, None, torch_profiler())
+print(activity.version, library.sim_calls(b"cuptiUnsubscribe"))
 """
     path = simulated_library()
     done = subprocess.run(
