@@ -1,8 +1,9 @@
-"""Build entry point; everything declarative is in setup.cfg, except the one extension module.
+"""Build entry point; everything declarative is in setup.cfg, except the extension modules.
 
-``nvrx_slurm.straggler._cupti`` (``csrc/cupti``) needs a C++ compiler, Python's headers and pybind11, and no
-CUDA. If it can't be built the package is complete without it: sections are then timed on the GPU by CUDA
-events, which the log says.
+They need a C++ compiler, Python's headers and pybind11, and no CUDA. If they can't be built the package is
+complete without them: without ``nvrx_slurm.straggler._cupti`` (``csrc/cupti``) sections are timed on the GPU
+by CUDA events, which the log says; without ``nvrx_slurm.checkpointing.async_ckpt._copying``
+(``csrc/copying``) snapshots in host memory are copied by memmove, which costs training more.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 
-_SOURCES = Path("csrc", "cupti")
+_CUPTI = Path("csrc", "cupti")
+_COPYING = Path("csrc", "copying")
 _NEEDED = ("cupti.h", "cuda.h", "crt/host_defines.h")
 
 
@@ -24,33 +27,45 @@ def _extensions() -> list[Extension]:
         import pybind11
     except ImportError:
         return []
-    names = [path.name for path in sorted(Path(__file__).parent.joinpath(_SOURCES).glob("*.cpp"))]
     headers = _cupti_headers()
-    if headers is None:
-        # It only compares our declarations with them.
-        names.remove("abi_check.cpp")
+    left_out = () if headers else ("abi_check.cpp",)  # it only compares our declarations with them
     return [
-        Extension(
+        _extension("nvrx_slurm.checkpointing.async_ckpt._copying", _COPYING, [pybind11.get_include()]),
+        _extension(
             "nvrx_slurm.straggler._cupti",
-            [str(_SOURCES / name) for name in names],
-            depends=[str(path) for path in sorted(_SOURCES.glob("*.h"))],
-            include_dirs=[pybind11.get_include(), *map(str, headers or ())],
+            _CUPTI,
+            [pybind11.get_include(), *map(str, headers or ())],
+            left_out=left_out,
             define_macros=[("NVRX_CUPTI_HEADERS", f'"{_version(headers)}"')] if headers else [],
             libraries=["dl"],
-            language="c++",
-            extra_compile_args=[
-                "-std=c++17",
-                "-O2",
-                "-g0",
-                "-Wall",
-                "-Wextra",
-                "-fvisibility=hidden",
-                "-pthread",
-            ],
-            extra_link_args=["-pthread"],
-            optional=True,
-        )
+        ),
     ]
+
+
+def _extension(
+    name: str, folder: Path, include_dirs: list[str], *, left_out: Collection[str] = (), **more: Any
+) -> Extension:
+    """Return the extension that all C++ files of a folder make."""
+    sources = sorted(Path(__file__).parent.joinpath(folder).glob("*.cpp"))
+    return Extension(
+        name,
+        [str(folder / path.name) for path in sources if path.name not in left_out],
+        depends=[str(path) for path in sorted(folder.glob("*.h"))],
+        include_dirs=include_dirs,
+        language="c++",
+        extra_compile_args=[
+            "-std=c++17",
+            "-O2",
+            "-g0",
+            "-Wall",
+            "-Wextra",
+            "-fvisibility=hidden",
+            "-pthread",
+        ],
+        extra_link_args=["-pthread"],
+        optional=True,
+        **more,
+    )
 
 
 def _cupti_headers() -> tuple[Path, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -23,7 +24,7 @@ import torch
 from test_checkpoint_storage import same, state
 
 from nvrx_slurm.checkpointing import storage
-from nvrx_slurm.checkpointing.async_ckpt import worker, worker_process
+from nvrx_slurm.checkpointing.async_ckpt import copying, worker, worker_process
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool, OutOfMemoryError
 from nvrx_slurm.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
@@ -149,7 +150,7 @@ class TestSnapshot:
         self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         held = threading.Lock()
-        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", held_memmove(held))
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.copying.copy", held_copy(held))
         tensors = [torch.zeros(SIZE) for _ in range(MANY)]
         with held:
             checkpoint.async_save(tensors, tmp_path / "a.pt")
@@ -163,7 +164,7 @@ class TestSnapshot:
         self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch, how: str
     ) -> None:
         held = threading.Lock()
-        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", held_memmove(held))
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.copying.copy", held_copy(held))
         with torch.inference_mode(how == "inference"):
             tensors = [torch.zeros(SIZE) for _ in range(MANY)]
         with held:
@@ -192,9 +193,8 @@ class TestSnapshot:
             raise RuntimeError("no such memory")
 
         with monkeypatch.context() as patched:
-            patched.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", broken)
+            patched.setattr("nvrx_slurm.checkpointing.async_ckpt.copying.copy", broken)
             checkpoint.async_save([torch.zeros(SIZE)] * MANY, tmp_path / "a.pt")
-            # finalize_async_save(blocking=True) would copy, too, in another way
             assert checkpoint._queue._pending[0].ticket.wait(60)
             with pytest.raises(AsyncSaveError, match="no such memory"):
                 checkpoint.finalize_async_save()
@@ -246,19 +246,15 @@ class TestSnapshot:
         checkpoint.close()
 
 
-def held_memmove(held: threading.Lock) -> Callable[..., object]:
-    """memmove as the copier sees it, but not while the lock is held by the test."""
-    import ctypes
+def held_copy(held: threading.Lock) -> Callable[..., None]:
+    """What copies memory, but for the copier not while the lock is held by the test."""
+    real = copying.copy
 
-    real = ctypes.memmove
+    def copy(*arguments: Any) -> None:
+        with held if threading.current_thread().name == "nvrx-copier" else contextlib.nullcontext():
+            real(*arguments)
 
-    def memmove(*arguments: Any) -> object:
-        if threading.current_thread().name == "nvrx-copier":
-            with held:
-                return real(*arguments)
-        return real(*arguments)
-
-    return memmove
+    return copy
 
 
 class TestQueue:
@@ -391,7 +387,7 @@ class TestFaults:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         held = threading.Lock()
-        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.snapshot.ctypes.memmove", held_memmove(held))
+        monkeypatch.setattr("nvrx_slurm.checkpointing.async_ckpt.copying.copy", held_copy(held))
         checkpoint = TorchAsyncCheckpoint()
         with held:
             checkpoint.async_save([torch.zeros(SIZE) for _ in range(MANY)], tmp_path / "a.pt")
@@ -497,9 +493,9 @@ class TestTrainerEnds:
             "import ctypes, os, signal, sys, threading, torch\n"
             "from nvrx_slurm.checkpointing.async_ckpt import snapshot, torch_ckpt\n"
             "held, real = threading.Event(), snapshot.Snapshot._copy\n"
-            "def copy(self, piece):\n"
-            "    if piece.target > 20 << 20: held.set(); threading.Event().wait()\n"
-            "    real(self, piece)\n"
+            "def copy(self, pieces):\n"
+            "    if pieces[-1].target > 20 << 20: held.set(); threading.Event().wait()\n"
+            "    real(self, pieces)\n"
             "snapshot.Snapshot._copy = copy\n"
             "checkpoint = torch_ckpt.TorchAsyncCheckpoint()\n"
             "checkpoint.async_save({'a': torch.ones(10 << 20)}, sys.argv[1])\n"

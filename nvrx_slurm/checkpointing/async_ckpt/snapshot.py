@@ -10,11 +10,10 @@ tensor have been changed all the same, torch's count of changes tells, or, where
 from __future__ import annotations
 
 import collections
-import ctypes
 import os
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nvrx_slurm.checkpointing.async_ckpt import copying
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena
 from nvrx_slurm.checkpointing.async_ckpt.device_copy import DeviceCopies, bytes_of
 from nvrx_slurm.checkpointing.async_ckpt.storage_guard import call_before_memory_goes
@@ -30,6 +30,8 @@ from nvrx_slurm.checkpointing.storage.layout import FileImage
 _SMALL = 1 << 20
 _SMALL_IN_ALL = 32 << 20
 _PIECE = 8 << 20
+_AT_ONCE = 64 << 20
+"""Copied between two looks at what else there is to do, each of which costs training a turn of the GIL."""
 _SAMPLE_EVERY = 256 << 10
 _SAMPLE = 64  # one line of a processor's cache
 
@@ -104,7 +106,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self.is_copied = False
         self._pieces: collections.deque[_Piece] = collections.deque()
-        self._in_work: list[_Piece] = []
+        self._in_work: list[list[_Piece]] = []
         self._announced = 0
         self._end = max((base + image.size for base, image in images), default=0)
         self._error: Exception | None = None
@@ -127,7 +129,7 @@ class Snapshot:
     def _copy_small_and_note_large(
         self, images: Sequence[tuple[int, FileImage]], *, everything: bool
     ) -> None:
-        at_once = 0
+        at_once, small = 0, []
         for base, image in images:
             for literal in image.literals:
                 self._arena.write(base + literal.offset, literal.data)
@@ -137,12 +139,13 @@ class Snapshot:
                     self._device.start(offset, hole.storage)
                 elif size < _SMALL and (everything or at_once + size <= _SMALL_IN_ALL):
                     at_once += size
-                    self._copy(_Piece(offset, hole.storage, 0, size))
+                    small.append(_Piece(offset, hole.storage, 0, size))
                 else:
                     self._samples.append(_Samples(offset, hole.storage))
                     for start in range(0, size, _PIECE):
                         count = min(_PIECE, size - start)
                         self._pieces.append(_Piece(offset + start, hole.storage, start, count))
+        self._copy_with(1, small)
 
     def work(self) -> None:
         """Copy what nobody copies yet, and end the snapshot when the devices have done their part."""
@@ -167,23 +170,22 @@ class Snapshot:
         else:
             self._finish()
 
-    def _copy_pieces(self, copy: Any) -> None:
-        """Copy piece by piece, beside other threads that do the same; return when all are copied."""
+    def _copy_pieces(self, copy: Callable[[Sequence[_Piece]], None]) -> None:
+        """Copy some pieces at a time, beside other threads that do the same; return when all are copied."""
         while True:
             with self._changed:
                 if not self._pieces:
                     self._changed.wait_for(lambda: not self._in_work)
                     return
-                piece = self._pieces.popleft()
-                self._in_work.append(piece)
+                pieces = self._take()
             error = None
             try:
-                copy(piece)
-            except Exception as failed:  # it fails the save; other threads must not wait for the piece
+                copy(pieces)
+            except Exception as failed:  # it fails the save; other threads must not wait for the pieces
                 error = failed
             with self._changed:
                 self._error = self._error or error
-                self._in_work.remove(piece)
+                self._in_work.remove(pieces)
                 up_to = self._low_water()
                 news = up_to > self._announced
                 self._announced = max(self._announced, up_to)
@@ -191,26 +193,42 @@ class Snapshot:
             if news and not self._is_strict:  # a worker that writes would slow down what the caller waits for
                 self._listener.advanced(up_to)
 
-    def _copy(self, piece: _Piece) -> None:
-        memory = piece.storage.data_ptr()
-        if piece.storage.nbytes() < piece.start + piece.size:
-            raise ChangedTooEarlyError(_too_early("a storage was resized"))
-        target = self._arena.address + piece.target
-        ctypes.memmove(target, memory + piece.start, piece.size)  # releases the GIL
-        if piece.storage.data_ptr() != memory:
-            raise ChangedTooEarlyError(_too_early("a storage was resized"))
+    def _take(self) -> list[_Piece]:
+        """Take pieces; fewer towards the end, where whoever has copied all else waits for them."""
+        left = self._end - self._pieces[0].target
+        most = left if self._is_strict else min(_AT_ONCE, left // 2)
+        taken = [self._pieces.popleft()]
+        size = taken[0].size
+        while self._pieces and (size := size + self._pieces[0].size) <= most:
+            taken.append(self._pieces.popleft())
+        self._in_work.append(taken)
+        return taken
 
-    def _copy_with_all_threads(self, piece: _Piece) -> None:
-        """With torch's threads, which have nothing else to do while the caller waits."""
-        if piece.storage.nbytes() < piece.start + piece.size:
+    def _copy(self, pieces: Sequence[_Piece]) -> None:
+        self._copy_with(1, pieces)
+
+    def _copy_with_all_threads(self, pieces: Sequence[_Piece]) -> None:
+        """With as many as torch has, which have nothing else to do while the caller waits."""
+        self._copy_with(torch.get_num_threads(), pieces)
+
+    def _copy_with(self, threads: int, pieces: Sequence[_Piece]) -> None:
+        memory = [piece.storage.data_ptr() for piece in pieces]
+        if any(piece.storage.nbytes() < piece.start + piece.size for piece in pieces):
             raise ChangedTooEarlyError(_too_early("a storage was resized"))
-        source = bytes_of(piece.storage)[piece.start : piece.start + piece.size]
-        self._arena.as_tensor(piece.target, piece.size).copy_(source)
+        copying.copy(
+            [
+                (self._arena.address + piece.target, source + piece.start, piece.size)
+                for piece, source in zip(pieces, memory, strict=True)
+            ],
+            threads,
+        )
+        if any(piece.storage.data_ptr() != was for piece, was in zip(pieces, memory, strict=True)):
+            raise ChangedTooEarlyError(_too_early("a storage was resized"))
 
     def _low_water(self) -> int:
         if self._device.pending:
             return 0
-        undone = [piece.target for piece in self._in_work]
+        undone = [pieces[0].target for pieces in self._in_work]
         if self._pieces:
             undone.append(self._pieces[0].target)
         return min(undone, default=self._end)
