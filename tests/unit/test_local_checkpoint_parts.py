@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,19 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from nvrx_slurm.checkpointing.local.base_state_dict import decode, encode
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict, TensorPlaceholder
-from nvrx_slurm.checkpointing.local.buffers import BufferPool
+from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
 from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager, write_part
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, SameMachineReplicationException
 from nvrx_slurm.checkpointing.local.ids import CkptID
 from nvrx_slurm.checkpointing.local.part import Part, read_part, stage, state_of
+from nvrx_slurm.checkpointing.local.part_format import PAGE, Row, encode_index, parse_header, write_header
 from nvrx_slurm.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 from nvrx_slurm.checkpointing.local.space import Room, file_system_type, shortage
-from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, replacing
+from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, checksum, replacing
 from nvrx_slurm.checkpointing.storage.host_memory import available_memory
 
 ID = CkptID(3, 0, "")
@@ -189,6 +192,51 @@ def test_a_file_cut_short_is_found(tmp_path: Path, size: int) -> None:
         file.truncate(size)
     with pytest.raises(CorruptCheckpointError, match=r"bytes of|does not begin"):
         read_part(path, BufferPool())
+
+
+def test_a_bit_of_a_large_tensor_is_found_by_whichever_thread_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    write_part(part_of({"a": torch.zeros(700_003), "b": torch.zeros(700_003)}), path)
+    for where in (-1, path.stat().st_size // 2, 3 << 20):
+        with open(path, "r+b") as file:
+            file.seek(where, os.SEEK_END if where < 0 else os.SEEK_SET)
+            file.write(b"\1")
+        with pytest.raises(CorruptCheckpointError, match="tensor"):
+            read_part(path, BufferPool())
+        with open(path, "r+b") as file:
+            file.seek(where, os.SEEK_END if where < 0 else os.SEEK_SET)
+            file.write(b"\0")
+    read_part(path, BufferPool())
+
+
+def test_memory_that_is_used_again_leaves_nothing_of_before_between_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    write_part(part_of({"a": torch.ones(3), "b": torch.ones(5), "c": torch.ones(300_001)}), path)
+    pool = BufferPool()
+    used = pool.take_any(path.stat().st_size + 5000)
+    used.memory[:] = b"\xff" * len(used.memory)
+    pool.give(used)
+    part = read_part(path, pool)
+    assert part.buffer is used
+    assert bytes(part.bytes().tolist()) == path.read_bytes()
+
+
+def test_a_save_is_not_made_in_memory_that_a_worker_can_not_map() -> None:
+    pool = BufferPool()
+    pool.give(pool.take_any(5000))
+    assert isinstance(pool.take(5000), SharedBuffer)
+    assert pool.spare == 0
+
+
+def test_an_index_with_places_outside_of_the_part_is_refused(tmp_path: Path) -> None:
+    part = part_of({"a": torch.ones(3)})
+    header = parse_header("a part", bytes(part.buffer.memory[:PAGE]))
+    index = bytes(part.buffer.memory[PAGE : PAGE + header.hollow_bytes]) + encode_index([Row(0, 1 << 50, 0)])
+    part.buffer.memory[PAGE : PAGE + len(index)] = index
+    write_header(part.buffer.memory, msgspec.structs.replace(header, index_sum=checksum(index)))
+    write_part(part, tmp_path / "part")
+    with pytest.raises(CorruptCheckpointError, match="do not fit"):
+        read_part(tmp_path / "part", BufferPool())
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict, decode, encode
-from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
+from nvrx_slurm.checkpointing.local.buffers import Buffer, BufferPool, SharedBuffer
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException
 from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart
 from nvrx_slurm.checkpointing.local.part_format import (
@@ -20,12 +20,14 @@ from nvrx_slurm.checkpointing.local.part_format import (
     check,
     encode_index,
     first_tensor,
+    header_of,
     padded,
     parse_header,
-    read_header,
+    read_checked,
     write_header,
 )
-from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, checksum
+from nvrx_slurm.checkpointing.storage import checksum
+from nvrx_slurm.checkpointing.storage.checksums import opened
 
 _ALIGNMENT = 64
 
@@ -35,7 +37,7 @@ class Part:
     """A whole part in memory."""
 
     held: HeldPart
-    buffer: SharedBuffer
+    buffer: Buffer
     size: int
 
     @property
@@ -102,19 +104,15 @@ def read_part(path: Path, pool: BufferPool) -> Part:
         CorruptCheckpointError: it is not what was written.
         OSError: it can't be read.
     """
-    header = read_header(path)
-    buffer = pool.take(padded(header.size))
-    with open(path, "rb", buffering=0) as file, memoryview(buffer.memory)[: header.size] as view:
-        done = 0
-        while done < header.size:
-            count = file.readinto(view[done:])
-            if not count:
-                raise CorruptCheckpointError(path, "it became shorter while it was read")
-            done += count
-    return verified(buffer, path)
+    with opened(path) as fd:
+        header = header_of(fd, path)
+        buffer = pool.take_any(padded(header.size))
+        with memoryview(buffer.memory) as view:
+            read_checked(fd, header, view, path)
+    return Part(header.held, buffer, header.size)
 
 
-def verified(buffer: SharedBuffer, source: Path | str) -> Part:
+def verified(buffer: Buffer, source: Path | str) -> Part:
     """Return the part that ``buffer`` holds.
 
     Args:
@@ -181,7 +179,7 @@ def _copy(
     return rows
 
 
-def _view(buffer: SharedBuffer, offset: int, nbytes: int) -> torch.Tensor:
+def _view(buffer: Buffer, offset: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(buffer.memory, dtype=torch.uint8, offset=offset, count=nbytes)

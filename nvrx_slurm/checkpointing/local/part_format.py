@@ -11,6 +11,7 @@ All numbers are little-endian. The same state gives the same bytes.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import msgspec
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException
 from nvrx_slurm.checkpointing.local.ids import CkptID, HeldPart
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, checksum
+from nvrx_slurm.checkpointing.storage.checked_read import fill, reading
+from nvrx_slurm.checkpointing.storage.checksums import Region, gaps, opened
 
 PAGE = 4096
 _MAGIC = b"NVRXPRT2"
@@ -87,9 +90,14 @@ def read_header(path: Path) -> Header:
         CorruptCheckpointError: it is no whole part.
         OSError: it can't be read.
     """
-    with open(path, "rb") as file:
-        header = parse_header(path, file.read(PAGE))
-        length = file.seek(0, 2)
+    with opened(path) as fd:
+        return header_of(fd, path)
+
+
+def header_of(fd: int, path: Path) -> Header:
+    """As :func:`read_header`, of an open file."""
+    header = parse_header(path, os.pread(fd, PAGE, 0))
+    length = os.fstat(fd).st_size
     if length != header.size:
         raise CorruptCheckpointError(path, f"it has {length} bytes of {header.size}")
     return header
@@ -130,17 +138,52 @@ def check(view: memoryview, source: Path | str) -> Header:
         CorruptCheckpointError: it is not what was written.
     """
     header = parse_header(source, bytes(view[:PAGE]))
+    for number, (place, expected) in enumerate(_index(header, view, source)):
+        with view[place.offset : place.end] as content:
+            if checksum(content) != expected:
+                raise CorruptCheckpointError(source, _damaged(number))
+    return header
+
+
+def read_checked(fd: int, header: Header, view: memoryview, source: Path) -> None:
+    """Read a file into memory, and compare every bit with its checksums on the way, on several threads.
+
+    Args:
+        view: at least as large as the file.
+
+    Raises:
+        CorruptCheckpointError: it is not what was written.
+        OSError: it can't be read.
+    """
+    if not fill(fd, view[: header.first_tensor], 0) or parse_header(source, bytes(view[:PAGE])) != header:
+        raise CorruptCheckpointError(source, "it was changed while it was read")
+    index = _index(header, view, source)
+    head = Region(0, header.first_tensor)
+    for gap in gaps([head, *(place for place, _ in index)], header.size):
+        view[gap.offset : gap.end] = bytes(gap.length)
+    with reading(fd) as reads:
+        under_way = [reads.start(place, view[place.offset : place.end]) for place, _ in index]
+        for number, (each, (_, expected)) in enumerate(zip(under_way, index, strict=True)):
+            if each.checksum() != expected:
+                raise CorruptCheckpointError(source, _damaged(number))
+
+
+def _index(header: Header, view: memoryview, source: Path | str) -> list[tuple[Region, int]]:
+    """Return the place of each tensor in the file, and its checksum; reads no tensor."""
     if not header.first_tensor <= header.size <= len(view):
         raise CorruptCheckpointError(source, "its header and its length do not fit")
     index = bytes(view[PAGE : header.index_end])
     if checksum(index) != header.index_sum:
         raise CorruptCheckpointError(source, "the state without its tensors is not what was written")
-    for number, row in enumerate(_ROW.iter_unpack(index[header.hollow_bytes :])):
-        offset, nbytes, expected = row
-        with view[header.first_tensor + offset : header.first_tensor + offset + nbytes] as content:
-            if checksum(content) != expected:
-                raise CorruptCheckpointError(source, f"tensor {number} is not what was written")
-    return header
+    rows = [Row(*each) for each in _ROW.iter_unpack(index[header.hollow_bytes :])]
+    places = [Region(header.first_tensor + row.offset, row.nbytes) for row in rows]
+    if any(place.end > header.size for place in places):
+        raise CorruptCheckpointError(source, "its header and its length do not fit")
+    return [(place, row.checksum) for place, row in zip(places, rows, strict=True)]
+
+
+def _damaged(tensor: int) -> str:
+    return f"tensor {tensor} is not what was written"
 
 
 def check_file(path: Path) -> Header:

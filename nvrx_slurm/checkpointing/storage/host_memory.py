@@ -23,17 +23,32 @@ def host_bytes(storage: Any) -> memoryview:
 
 
 def new_storage(size: int) -> Any:
-    """Allocate a storage; a large one on huge pages if there are: faults of small ones outlast reading.
-
-    Like those of torch.load it can't be resized.
-    """
+    """Allocate a storage; a large one begins at a huge page. Like those of torch.load it can't be resized."""
     if size < _WORTH_HUGE_PAGES:
         return torch.UntypedStorage(size)
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    start = -_address(memory) % _HUGE_PAGE
+    _advise_huge_pages(memory, start, size)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).untyped_storage()
+
+
+def huge_pages(size: int) -> mmap.mmap:
+    """Map new memory; a large piece of it is on huge pages, all but its ends."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _WORTH_HUGE_PAGES:
+        start = -_address(memory) % _HUGE_PAGE
+        _advise_huge_pages(memory, start, size - start)
+    return memory
+
+
+def _advise_huge_pages(memory: mmap.mmap, start: int, size: int) -> None:
+    """Faults of small pages outlast the reading of what fills them."""
     with contextlib.suppress(AttributeError, OSError):  # advice; a system without it is just slower
         memory.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE_PAGE * _HUGE_PAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).untyped_storage()
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nvrx_slurm.checkpointing.local import completeness
 from nvrx_slurm.checkpointing.local.base_state_dict import TensorAwareStateDict, trust
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
-from nvrx_slurm.checkpointing.local.buffers import BufferPool
+from nvrx_slurm.checkpointing.local.buffers import BufferPool, SharedBuffer
 from nvrx_slurm.checkpointing.local.ckpt_managers.retrieval import reshard, retrieve
 from nvrx_slurm.checkpointing.local.completeness import Holdings, Save, saves_by_completeness
 from nvrx_slurm.checkpointing.local.errors import (
@@ -304,11 +304,12 @@ class BaseCheckpointManager(ABC):
 
         errors: list[str] = []
 
+        def ready(each: Part) -> ReadyFile:
+            assert isinstance(each.buffer, SharedBuffer), "parts for saves are staged or received in these"
+            return ReadyFile(self._place_of(each.id), each.buffer, each.size)
+
         def files() -> list[ReadyFile]:
-            return [
-                ReadyFile(self._place_of(each.id), each.buffer, each.size)
-                for each in self._replicate(part, errors)
-            ]
+            return list(map(ready, self._replicate(part, errors)))
 
         if self.repl_strategy is None or self.repl_strategy.works_in_background:
             future = self._exchanges.submit(files)
