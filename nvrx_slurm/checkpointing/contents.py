@@ -12,7 +12,13 @@ import torch
 from nvrx_slurm.checkpointing.local.part_format import read_hollow
 from nvrx_slurm.checkpointing.local_parts import is_part
 from nvrx_slurm.checkpointing.storage.checksums import opened
+from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
+from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
+from nvrx_slurm.checkpointing.storage.objects import open_object
+from nvrx_slurm.checkpointing.storage.torch_internals import require
+
+_FakeTensorMode = require("torch._subclasses.fake_tensor", "FakeTensorMode")
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,11 @@ class Entry:
     """In bytes; 0 of what is no tensor."""
 
 
-def entries(path: Path) -> list[Entry]:
+def entries(path: Path | str) -> list[Entry]:
     """Return what a checkpoint holds, in its own order.
+
+    Args:
+        path: may be a URL; of an object only the parts that describe tensors are fetched.
 
     Raises:
         CorruptCheckpointError: its metadata can't be read.
@@ -36,8 +45,13 @@ def entries(path: Path) -> list[Entry]:
         OSError, RuntimeError, pickle.UnpicklingError: the file can't be read, or holds what only
             executing it would show.
     """
-    if path.is_dir():
+    if folder_at(path).info(METADATA) is not None:
         return list(_of_directory(path))
+    if isinstance(path, str):
+        with open_object(path) as file, _FakeTensorMode():
+            return list(_of_state("", torch.load(file, weights_only=True)))
+    if path.is_dir():
+        raise CorruptCheckpointError(path, "no .metadata: its writer has not finished")
     if is_part(path):
         return list(_of_part(path))
     with opened(path) as fd:  # torch maps no file whose name is not UTF-8
@@ -80,14 +94,13 @@ def _of_part(path: Path) -> Iterator[Entry]:
             yield Entry(name, type(leaf).__name__, None, 0)
 
 
-def _of_directory(path: Path) -> Iterator[Entry]:
+def _of_directory(path: Path | str) -> Iterator[Entry]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
         CachedMetadataFileSystemReader,
     )
 
-    assert (path / METADATA).exists()
     metadata = CachedMetadataFileSystemReader(path, cache_metadata=False).read_metadata()
     for name, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata):

@@ -6,15 +6,18 @@ import contextlib
 import errno
 import os
 import shutil
+import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from stat import S_ISDIR
 
 from nvrx_slurm.checkpointing import local_parts
 from nvrx_slurm.checkpointing.local_parts import LocalSave
 from nvrx_slurm.checkpointing.storage import manifest
-from nvrx_slurm.checkpointing.storage.checksums import Verification, verify_content, verify_file
+from nvrx_slurm.checkpointing.storage.checksums import Verification, opened, verify_content, verify_file
 from nvrx_slurm.checkpointing.storage.durable import is_temporary, leftovers
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import FileInfo, RemoteFolder, folder_at
@@ -45,6 +48,8 @@ class State(Enum):
     TORN = "torn"
     """Its writer has not finished; or still writes."""
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+    """For this user: it can't be told what it is, or whether it is whole."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Checkpoint:
     size: int
     """In bytes."""
     modified: float
-    """Unix time of its commit."""
+    """Unix time of its commit; where that is written nowhere, of the last change."""
     why: str = ""
     """What is wrong, or missing, in words."""
     local: LocalSave | None = None
@@ -75,20 +80,28 @@ def find(folder: Path | str) -> list[Checkpoint]:
     Args:
         folder: may be a URL.
 
+    Returns them in the order of :func:`~.retention.age`.
+
     Raises:
         OSError: it can't be read.
     """
+    from nvrx_slurm.checkpointing.retention import age
+
     if isinstance(folder, str):
-        return _find_at(folder)
-    if folder.is_file() or _is_checkpoint_directory(folder):
+        return sorted(_find_at(folder), key=age)
+    if _is_one(folder):
         return [_look(folder)]
     found = []
     for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # training removes and replaces checkpoints meanwhile
+        try:
             if _is_checkpoint(path):
                 found.append(_look(path))
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # training removes and replaces checkpoints meanwhile
+        except PermissionError as error:
+            found.append(_unreadable(path, error))
     found += [_look_local(folder, save) for save in local_parts.find(folder)]
-    return sorted(found, key=lambda each: (each.modified, each.name))
+    return sorted(found, key=age)
 
 
 def verify(checkpoint: Checkpoint, read: Callable[[int], None] = lambda count: None) -> Checkpoint:
@@ -97,25 +110,49 @@ def verify(checkpoint: Checkpoint, read: Callable[[int], None] = lambda count: N
     Args:
         read: is told of the bytes of each file when they have been read.
     """
-    if checkpoint.state in (State.TORN, State.DAMAGED):
+    if checkpoint.state in (State.TORN, State.DAMAGED, State.UNREADABLE):
         return checkpoint
     if checkpoint.local is not None:
-        why = local_parts.verify(checkpoint.local, read)
+        try:
+            why = local_parts.verify(checkpoint.local, read)
+        except PermissionError as error:
+            return replace(checkpoint, state=State.UNREADABLE, why=_text_of(error))
         return replace(checkpoint, state=State.DAMAGED if why else State.INTACT, why=why or checkpoint.why)
     try:
         found = set()
         for path in _data_files(checkpoint):
             found.add(_verify_one(path, read))
+        intact = found <= {Verification.INTACT} and _has_own_record(checkpoint)
+    except PermissionError as error:
+        return replace(checkpoint, state=State.UNREADABLE, why=_text_of(error))
     except (CorruptCheckpointError, OSError) as error:
         return replace(checkpoint, state=State.DAMAGED, why=str(error))
-    intact = found <= {Verification.INTACT} and _has_own_record(checkpoint)
     return replace(checkpoint, state=State.INTACT if intact else State.NO_CHECKSUMS)
 
 
 def torn_files(folder: Path) -> list[Path]:
     """Return files that killed writers have left, here and in checkpoint directories one level below."""
     below = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    return [path for each in (folder, *sorted(below)) for path in leftovers(each)]
+    found = []
+    for each in (folder, *sorted(below)):
+        # Another may remove it meanwhile; what is not ours to read is not ours to clean.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            found += leftovers(each)
+    return found
+
+
+def is_whole(checkpoint: Checkpoint) -> bool:
+    """Whether what says it is committed is so, as far as can be told without reading it.
+
+    torch.save writes a file under its final name: it may be half of one.
+    """
+    if checkpoint.kind is not Kind.FILE or isinstance(checkpoint.path, str):
+        return checkpoint.state is State.COMMITTED
+    try:
+        with opened(checkpoint.path) as fd, open(fd, "rb", closefd=False) as file, zipfile.ZipFile(file):
+            return True
+    except (OSError, zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error):
+        return False
 
 
 def _verify_one(path: Path | str, read: Callable[[int], None]) -> Verification:
@@ -128,23 +165,29 @@ def _verify_one(path: Path | str, read: Callable[[int], None]) -> Verification:
     return found
 
 
-def remove(checkpoint: Checkpoint) -> bool:
+def remove(checkpoint: Checkpoint, *, dry_run: bool = False) -> bool:
     """Remove a checkpoint; of a directory ``.metadata`` first, so that nobody takes the rest for whole.
+
+    Args:
+        dry_run: only say whether it would be.
 
     Returns:
         False: it stays, or is gone already: another has taken its place since it was looked at, or one is
         being written there.
+
+    Raises:
+        OSError: it can't be removed.
     """
     if checkpoint.local is not None:
-        for part in checkpoint.local.files:
-            with contextlib.suppress(FileNotFoundError):
-                if part.stat().st_mtime <= checkpoint.local.modified:
-                    part.unlink()
-        return True
-    path = Path(checkpoint.path)
+        return _remove_parts(checkpoint.local, dry_run=dry_run)
     try:
+        if isinstance(checkpoint.path, str):
+            return _remove_at(checkpoint, checkpoint.path, dry_run=dry_run)
+        path = checkpoint.path
         if _look(path) != checkpoint or _is_being_written(path):
             return False
+        if dry_run:
+            return True
         if checkpoint.kind is Kind.FILE:
             path.unlink()
         else:
@@ -155,10 +198,59 @@ def remove(checkpoint: Checkpoint) -> bool:
     return True
 
 
+def _remove_parts(save: LocalSave, *, dry_run: bool) -> bool:
+    is_removed = False
+    for part in save.files:
+        with contextlib.suppress(FileNotFoundError):
+            if part.stat().st_mtime <= save.modified:
+                is_removed = True
+                if not dry_run:
+                    part.unlink()
+    return is_removed
+
+
+def _remove_at(checkpoint: Checkpoint, url: str, *, dry_run: bool) -> bool:
+    above, _, name = url.rstrip("/").rpartition("/")
+    if checkpoint.kind is Kind.FILE:
+        info = RemoteFolder(above).info(name)
+        if info is None or _object(url, info) != checkpoint:
+            return False
+        if not dry_run:
+            RemoteFolder(above).remove(name)
+        return True
+    if _look_into(url) != checkpoint:
+        return False
+    if not dry_run:
+        RemoteFolder(url).remove(manifest.METADATA)
+        RemoteFolder(above).remove_folder(name)
+    return True
+
+
 def _is_being_written(path: Path) -> bool:
     if not path.is_dir():
         return False
     return {name for name in os.listdir(path) if is_temporary(name)} > {each.name for each in leftovers(path)}
+
+
+def _is_one(path: Path) -> bool:
+    """Whether a path is a checkpoint itself, rather than where some are."""
+    return path.is_file() or (path.is_dir() and _is_checkpoint_directory(path))
+
+
+def _unreadable(path: Path, error: OSError) -> Checkpoint:
+    try:
+        stat = path.lstat()
+        size, modified = stat.st_size, stat.st_mtime
+        kind = Kind.DIRECTORY if S_ISDIR(stat.st_mode) else Kind.FILE
+    except OSError:
+        size, modified, kind = 0, 0.0, Kind.FILE
+    return Checkpoint(
+        path, kind, State.UNREADABLE, 0 if kind is Kind.DIRECTORY else size, modified, _text_of(error)
+    )
+
+
+def _text_of(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -180,6 +272,8 @@ def _half_written(path: Path) -> bool:
 def _look_local(folder: Path, save: LocalSave) -> Checkpoint:
     name = save.files[0] if save.damaged else folder / f"iteration {save.iteration}"
     state = State.DAMAGED if save.damaged else State.COMMITTED
+    if save.is_unreadable:
+        state = State.UNREADABLE
     why = save.damaged or save.what_is_here
     return Checkpoint(name, Kind.LOCAL, state, save.size, save.modified, why, save)
 
@@ -211,6 +305,7 @@ def _look_into(path: Path | str) -> Checkpoint:
     try:
         listed = manifest.read(path)
         if listed is not None:
+            found = replace(found, modified=listed.committed or found.modified)
             manifest.sizes_are_right(path, listed)
     except CorruptCheckpointError as error:
         return replace(found, state=State.DAMAGED, why=str(error))
@@ -231,7 +326,7 @@ def _find_at(url: str) -> list[Checkpoint]:
         below = folder.where(entry["name"].rstrip("/").rpartition("/")[2])
         if entry["type"] == "directory" and any(map(_is_of_a_directory, RemoteFolder(below).files())):
             found.append(_look_into(below))
-    return sorted(found, key=lambda each: (each.modified, each.name))
+    return found
 
 
 def _is_of_a_directory(name: str) -> bool:

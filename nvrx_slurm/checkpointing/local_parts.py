@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvrx_slurm.checkpointing.local.completeness import ranks_text
@@ -27,6 +28,8 @@ class LocalSave:
     modified: float
     damaged: str = ""
     """What is wrong with one of them."""
+    is_unreadable: bool = False
+    """For this user; ``damaged`` says why."""
 
     @property
     def what_is_here(self) -> str:
@@ -56,21 +59,25 @@ def find(folder: Path) -> list[LocalSave]:
             header = read_header(path)
         except FileNotFoundError:
             continue  # removed meanwhile
+        except PermissionError as error:
+            found.append(replace(_bad(path, str(error)), is_unreadable=True))
+            continue
         except (CorruptCheckpointError, OSError) as error:
             found.append(_bad(path, str(error)))
             continue
         saves[header.iteration, header.world_size, header.save_id].append((path, header))
     for (iteration, world_size, _), parts in saves.items():
-        paths = tuple(path for path, _ in parts)
-        stats = [path.stat() for path in paths]
+        stats = {path: stat for path, _ in parts if (stat := _stat(path)) is not None}
+        if not stats:
+            continue
         found.append(
             LocalSave(
                 iteration,
                 world_size,
                 frozenset(header.rank for _, header in parts),
-                paths,
-                sum(stat.st_size for stat in stats),
-                max(stat.st_mtime for stat in stats),
+                tuple(stats),
+                sum(stat.st_size for stat in stats.values()),
+                max(stat.st_mtime for stat in stats.values()),
             )
         )
     return sorted(found, key=lambda save: (save.iteration, save.modified))
@@ -81,22 +88,43 @@ def verify(save: LocalSave, read: Callable[[int], None]) -> str:
 
     Args:
         read: is told of the bytes of each file when they have been read.
+
+    Raises:
+        PermissionError: one can't be read by this user.
     """
     for path in save.files:
         try:
             read(check_file(path).size)
+        except PermissionError:
+            raise
         except (CorruptCheckpointError, OSError) as error:
             return str(error)
     return save.damaged
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    below = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    below = [path for path in folder.iterdir() if path.name.isdecimal() and _is_folder(path)]
     for each in (folder, *sorted(below)):
-        yield from (Path(each, name) for name in sorted(os.listdir(each)) if is_part(Path(each, name)))
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # of those below
+            yield from (Path(each, name) for name in sorted(os.listdir(each)) if is_part(Path(each, name)))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:  # removed meanwhile
+        return None
 
 
 def _bad(path: Path, why: str) -> LocalSave:
     iteration, _ = parse_part_name(path.name) or (0, 0)
-    stat = path.stat()
-    return LocalSave(iteration, 0, frozenset(), (path,), stat.st_size, stat.st_mtime, why)
+    stat = _stat(path)
+    size, modified = (stat.st_size, stat.st_mtime) if stat else (0, 0.0)
+    return LocalSave(iteration, 0, frozenset(), (path,), size, modified, why)

@@ -202,6 +202,25 @@ def test_a_directory_counts_when_its_metadata_is_there_and_torch_reads_it(
     assert states("verify", f"{bucket}/whole") == {"whole": "damaged"}
 
 
+def test_old_ones_are_removed_by_step_and_contents_are_shown(bucket: str, queue: AsyncCallsQueue) -> None:
+    for step in (10, 9, 2):
+        storage.save({"w": torch.ones(4, 3), "step": step}, f"{bucket}/step_{step}.pt")
+        save_directory(queue, {"w": torch.ones(5)}, f"{bucket}/dcp_{step}", commit=step != 2)
+    code, document = ckpt("inspect", f"{bucket}/step_9.pt")
+    assert code == 0
+    assert [(each["name"], each["shape"]) for each in document["entries"]] == [("w", [4, 3]), ("step", None)]
+    assert ckpt("inspect", f"{bucket}/dcp_9")[1]["entries"][0]["shape"] == [5]
+    assert ckpt("inspect", bucket)[0] == 1
+    before = names(bucket)
+    assert len(ckpt("prune", bucket, "--keep", "1", "--dry-run")[1]["removed"]) == 3
+    assert names(bucket) == before
+    _, document = ckpt("prune", bucket, "--keep", "1")
+    removed = {url.rpartition("/")[2] for url in document["removed"]}
+    assert removed == {"step_2.pt", "step_9.pt", "dcp_9"}  # dcp_2 is newer than all, and may be written now
+    assert states("verify", bucket) == {"step_10.pt": "intact", "dcp_10": "intact", "dcp_2": "torn"}
+    assert ckpt("prune", f"{bucket}/dcp_10", "--keep", "1")[0] == 1
+
+
 def test_a_url_that_nothing_knows_is_refused_with_a_sentence() -> None:
     with pytest.raises(OSError, match=r"nosuch://there can.t be reached: .*nosuch"):
         storage.save({}, "nosuch://there")
@@ -215,3 +234,6 @@ def test_any_other_store_of_fsspec_will_do() -> None:
     storage.save({"a": torch.ones(3)}, "memory://run/a.pt")
     assert storage.load("memory://run/a.pt")["a"].sum() == 3
     assert states("verify", "memory://run") == {"a.pt": "intact"}
+    storage.save({}, "memory://run/b.pt")
+    assert ckpt("inspect", "memory://run/a.pt")[1]["entries"][0]["shape"] == [3]
+    assert ckpt("prune", "memory://run", "--keep", "1")[1]["removed"] == ["memory://run/a.pt"]

@@ -158,7 +158,6 @@ def test_prune_leaves_what_a_save_has_replaced_or_writes_to_meanwhile(
         storage.save({"step": step}, tmp_path / name)
         age(tmp_path / name, 100 - step)
     save_directory(tmp_path / "dcp", {"w": torch.ones(5)})
-    age(tmp_path / "dcp" / ".metadata", 200)
     storage.save({"step": 9}, tmp_path / "newest.pt")
     look = inspection.find
 
@@ -196,6 +195,58 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
     storage.save({"w": torch.ones(3)}, path)
     assert states("verify", path) == {path.name: "intact"}
     assert run("inspect", path).exit_code == 0
+
+
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["inspect"], ["prune", "--keep", "1", "--dry-run"]])
+def test_any_name_is_shown_on_any_terminal_and_takes_none_along(tmp_path: Path, words: list[str]) -> None:
+    for name in ("schön_2.pt", "schön_1.pt", "a\nb\x1b[31m.pt"):
+        storage.save({"größe\x1b": torch.ones(3)}, tmp_path / name)
+    where = tmp_path / "schön_2.pt" if words == ["inspect"] else tmp_path
+    done = subprocess.run(
+        [sys.executable, "-c", "from nvrx_slurm.cli.ckpt import main; main()", *words, where],
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.replace(
+        "ö".encode(), rb"\xf6"
+    )  # click takes a terminal without an encoding for UTF-8
+    assert (rb"gr\xf6\xdfe\x1b" if words == ["inspect"] else rb"sch\xf6n_1.pt") in shown
+    assert b"\x1b" not in done.stdout
+
+
+def test_a_reader_that_goes_away_and_a_full_disk_are_no_tracebacks(folder: Path) -> None:
+    command = [sys.executable, "-c", "from nvrx_slurm.cli.ckpt import main; main()", "ls", folder]
+    for how in ([], ["--json"]):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        gone = subprocess.run([*command, *how], stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+        os.close(theirs)
+        assert gone.stderr == b""
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([*command, *how], stdout=full, stderr=subprocess.PIPE, timeout=60)
+        assert done.stderr == b"Error: standard output: No space left on device\n"
+        assert done.returncode == 1
+
+
+def test_inspect_of_what_is_no_whole_checkpoint_says_so(folder: Path) -> None:
+    for name, why in {
+        "torn": "no .metadata: its writer has not finished",
+        "empty.pt": "",
+        "unrelated.txt": "",
+        ".": "is no checkpoint; it holds 5: name one",
+    }.items():
+        result = run("inspect", folder / name)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: ")
+        assert why in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_url_of_a_file_is_its_path(folder: Path) -> None:
+    assert states("ls", f"file://{folder}") == ALL
+    assert run("inspect", f"file://{folder}/dcp").exit_code == 0
 
 
 def test_prune_of_a_checkpoint_itself_is_refused(folder: Path) -> None:

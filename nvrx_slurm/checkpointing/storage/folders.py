@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ class RemoteFolder:
         store, path = objects.open_store(self.where(name))
         try:
             found = store.info(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return FileInfo(found["size"], objects.modified_at(found)) if found["type"] == "file" else None
 
@@ -142,6 +143,12 @@ class RemoteFolder:
         store, path = objects.open_store(self.where(name))
         if store.exists(path):
             store.rm_file(path)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a directory below with all that is in it; it may be gone already."""
+        store, path = objects.open_store(self.where(name))
+        with contextlib.suppress(FileNotFoundError):
+            store.rm(path, recursive=True)
 
     def remove_leftovers(self) -> None:
         """There are none that can be seen."""

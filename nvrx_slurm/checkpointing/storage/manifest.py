@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ class Manifest(msgspec.Struct, frozen=True):
     marks: dict[str, str] = {}
     """What each file says it is, so that none stands for another; older checkpoints have none."""
     v: int = 1
+    committed: float = 0.0
+    """Unix time: that of the file lies after a copy. 0: an older checkpoint."""
 
 
 def commit(folder: Path | str, metadata: bytes, marks: Mapping[str, str]) -> None:
@@ -50,7 +53,8 @@ def commit(folder: Path | str, metadata: bytes, marks: Mapping[str, str]) -> Non
     former = None
     with contextlib.suppress(CorruptCheckpointError):
         former = _read_manifest(there)
-    manifest = Manifest({name: _size(there, name) for name in sorted(marks)}, dict(sorted(marks.items())))
+    sizes = {name: _size(there, name) for name in sorted(marks)}
+    manifest = Manifest(sizes, dict(sorted(marks.items())), committed=time.time())
     files_are_own(folder, manifest, manifest.files, "another save has written here meanwhile")
     own = _name(metadata)
     there.write(own, msgspec.json.encode(manifest))

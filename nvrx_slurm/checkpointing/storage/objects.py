@@ -48,6 +48,18 @@ def read_object(url: str) -> bytes:
     return bytes(store.cat_file(path))
 
 
+@contextlib.contextmanager
+def open_object(url: str) -> Iterator[Any]:
+    """Yield an object as a file, of which only what is read is fetched.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    store, path = open_store(url)
+    with store.open(path, "rb") as file:
+        yield file
+
+
 class PendingObject:
     """An object that is being written; see :func:`replacing_object`."""
 
