@@ -392,6 +392,9 @@ class NodeWorkers:
     def _on_rank_request(self, request: rank_channel.RankRequest) -> None:
         cycle = self._cycle
         if cycle is not None and request.cycle == cycle.cycle and request.rank in cycle.page_paths:
+            if isinstance(request, rank_channel.InProcessRestart):
+                # By which the Coordinator tells whether training gets further between two of them.
+                self._tell_step(cycle)
             self._reports.take(cycle, request)
 
     def _on_failed(self, cycle: LocalCycle, rank: int, code: int) -> None:

@@ -86,6 +86,12 @@ class RankReports:
                     msg.InProcessRestarted,
                     msg.InProcessRestarted(cycle=cycle.cycle, restart=request),
                 )
+            case rank_channel.GivenUp():
+                self._throttle.say(
+                    request.rank,
+                    msg.RankGivenUp,
+                    msg.RankGivenUp(cycle=cycle.cycle, rank=request.rank, why=request.why),
+                )
             case rank_channel.TimeoutsChanged():
                 self._timeouts_changed(cycle, request)
             case rank_channel.ProgramFailed():

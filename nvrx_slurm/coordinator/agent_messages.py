@@ -55,6 +55,10 @@ def event_of(node: str, message: msg.AgentMessage) -> steps.Event | None:
             return steps.NodeStepping(node, m.cycle, m.step)
         case msg.ControlRequest() as m:
             return steps.ControlRequested(node, m.cycle, m.rank, m.action, m.why)
+        case msg.RankGivenUp() as m:
+            return steps.RankGivenUp(node, m.cycle, m.rank, m.why)
+        case msg.InProcessRestarted() as m:
+            return steps.RestartedInProcess(node, m.cycle, m.restart.faulty, m.restart.why)
         case msg.NodeHealth() as m:
             return steps.NodeHealth(node, complaint_of(m.findings))
         case msg.Leaving() as m:

@@ -43,6 +43,7 @@ def find_culprit(faults: Sequence[FaultDetected]) -> Blame:
         FaultKind.SIGNAL: "killed-by-signal",
         FaultKind.START: "start-failed",
         FaultKind.EXIT: "first-exit",
+        FaultKind.NO_PROGRESS: "in-process",
     }[fault.kind]
     return Blame(fault, rule, describe(fault))
 
@@ -101,6 +102,8 @@ def describe(fault: FaultDetected) -> str:
             text = f"node {fault.node} is unhealthy"
         case FaultKind.SLOW:
             text = f"{where} is slow"
+        case FaultKind.NO_PROGRESS:
+            text = f"{where} failed again and again"
     return f"{text} ({fault.detail})" if fault.detail else text
 
 

@@ -28,6 +28,7 @@ from nvrx_slurm.coordinator.budget import NO_PROGRESS, Budget
 from nvrx_slurm.coordinator.ending import Ending, Lack
 from nvrx_slurm.coordinator.faults import (
     exit_fault,
+    given_up_fault,
     lost_fault,
     request_fault,
     slow_fault,
@@ -35,6 +36,7 @@ from nvrx_slurm.coordinator.faults import (
     unhealthy_fault,
 )
 from nvrx_slurm.coordinator.formation import Formation
+from nvrx_slurm.coordinator.inprocess_restarts import InprocessRestarts
 from nvrx_slurm.coordinator.judgement import Judgement, Replaced
 from nvrx_slurm.coordinator.lost_nodes import LostNodes
 from nvrx_slurm.coordinator.membership import Membership
@@ -93,6 +95,7 @@ class CycleMachine:
         self._unhealthy = Unhealthy()
         self._slow_ranks = SlowRanks(policy.limits.straggler_action)
         self._current = RunningCycle()
+        self._inprocess = InprocessRestarts(policy.limits, began=0.0)
         self._restart_why = ""
         """What ended the last cycle."""
         self._commands: list[steps.Command] = []
@@ -217,6 +220,8 @@ class CycleMachine:
         | steps.CheckpointSaved
         | steps.CheckpointLoaded
         | steps.ControlRequested
+        | steps.RankGivenUp
+        | steps.RestartedInProcess
         | steps.NodeStopped,
     ) -> None:
         match event:
@@ -224,6 +229,11 @@ class CycleMachine:
                 self._current.note_step(event)
             case steps.ControlRequested():
                 self._control_requested(event)
+            case steps.RankGivenUp():
+                if self._current.is_alive(event.node, event.rank):
+                    self._fault(given_up_fault(event))
+            case steps.RestartedInProcess():
+                self._restarted_in_process(event)
             case steps.StartFailed():
                 self._fault(start_fault(event.node, "start", event.why))
             case steps.RankExited():
@@ -422,6 +432,10 @@ class CycleMachine:
             self._write(journal.TopologyIgnored(why=trouble))
         self._formation.over()
         self._current = RunningCycle(nodes, self.members.slots, began=self._now)
+        progress = self.budget.progress
+        self._inprocess = InprocessRestarts(
+            self.policy.limits, began=self._now, saved=progress.saved, step=progress.step
+        )
         self.phase = Phase.RUNNING
         self._do(Disarm(Timer.JOIN), Disarm(Timer.FORM_GRACE))
         self._write(
@@ -487,6 +501,23 @@ class CycleMachine:
         hang = self._current.hang()
         if hang is not None:
             self._fault(hang)
+
+    def _restarted_in_process(self, event: steps.RestartedInProcess) -> None:
+        """Restart processes, from the job's budget, where calling the function again gets no further."""
+        useless = self._inprocess.note(self._current.signs, self._now)
+        if useless is None or self.phase not in _AT_WORK:
+            return
+        rank = event.faulty[0] if event.faulty else None
+        node = None if rank is None else self.node_of_rank(rank)
+        self._fault(
+            FaultDetected(
+                kind=FaultKind.NO_PROGRESS,
+                node=node or event.node,
+                rank=None if node is None else rank,
+                detector="in-process",
+                detail=f"{useless}; the last: {event.why}",
+            )
+        )
 
     def _ranks_judged(self, event: steps.RanksJudged) -> None:
         """Have a node with a slow rank leave, now if a spare is there and a restart is left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from nvrx_slurm.coordinator.steps import ControlRequested, RankExited
+from nvrx_slurm.coordinator.steps import ControlRequested, RankExited, RankGivenUp
 from nvrx_slurm.coordinator.unhealthy import Complaint
 from nvrx_slurm.journal import FaultDetected, FaultKind
 from nvrx_slurm.pace import StragglerVerdict
@@ -27,6 +27,13 @@ def request_fault(event: ControlRequested) -> FaultDetected:
     """Return the fault of a node that one of its own ranks wants out."""
     return FaultDetected(
         kind=FaultKind.REQUEST, node=event.node, rank=event.rank, detector="rank", detail=event.why
+    )
+
+
+def given_up_fault(event: RankGivenUp) -> FaultDetected:
+    """Return the fault of a rank that its own in-process restart kills."""
+    return FaultDetected(
+        kind=FaultKind.HANG, node=event.node, rank=event.rank, detector="in-process", detail=event.why
     )
 
 

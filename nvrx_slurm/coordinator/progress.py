@@ -172,7 +172,11 @@ class Progress:
             case FaultKind.SIGNAL:
                 return str(culprit.signal)
             case kind:
-                return {FaultKind.OOM: "lack of memory", FaultKind.HANG: "a hang"}.get(kind, "a failed start")
+                return {
+                    FaultKind.OOM: "lack of memory",
+                    FaultKind.HANG: "a hang",
+                    FaultKind.NO_PROGRESS: "faults that restarts in process did not heal",
+                }.get(kind, "a failed start")
 
     def _scored(self, progressed: bool | None) -> CycleScored:
         return CycleScored(

@@ -199,6 +199,27 @@ class ControlRequested:
 
 
 @dataclass(frozen=True)
+class RankGivenUp:
+    """A rank hangs, and the supervisor of its in-process restart kills it."""
+
+    node: str
+    cycle: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class RestartedInProcess:
+    """All ranks have called their function again in their processes."""
+
+    node: str
+    cycle: int
+    faulty: tuple[int, ...]
+    """Ranks that had a fault."""
+    why: str
+
+
+@dataclass(frozen=True)
 class NodeStopped:
     node: str
     cycle: int
@@ -278,6 +299,8 @@ Event = (
     | CheckpointSaved
     | CheckpointLoaded
     | ControlRequested
+    | RankGivenUp
+    | RestartedInProcess
     | NodeStopped
     | IterationRead
     | RanksJudged

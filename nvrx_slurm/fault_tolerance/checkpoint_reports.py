@@ -8,9 +8,9 @@ import socket
 import threading
 from functools import cache
 
-from nvrx_slurm.fault_tolerance.channel import connect, one_line
 from nvrx_slurm.wire import rank_channel
 from nvrx_slurm.wire.rank_channel import SOCKET_VARIABLE, CheckpointEvent
+from nvrx_slurm.wire.rank_client import connect, one_line
 
 _log = logging.getLogger("nvrx_slurm.fault_tolerance")
 

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from nvrx_slurm.fault_tolerance import stopping
-from nvrx_slurm.fault_tolerance.channel import connect, one_line
 from nvrx_slurm.fault_tolerance.config import FaultToleranceConfig
 from nvrx_slurm.fault_tolerance.flight_recorder import serve_traces
 from nvrx_slurm.fault_tolerance.stacks import StacksOnRequest
@@ -36,6 +35,7 @@ from nvrx_slurm.wire.rank_channel import (
     is_layer,
     is_step,
 )
+from nvrx_slurm.wire.rank_client import connect, one_line
 from nvrx_slurm.wire.timeouts import (
     MAX_NAME_BYTES,
     MONITORING_VARIABLE,

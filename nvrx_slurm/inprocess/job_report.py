@@ -8,11 +8,11 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from nvrx_slurm.fault_tolerance.channel import connect, one_line
 from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
 from nvrx_slurm.inprocess.state import State
 from nvrx_slurm.inprocess.timings import RestartTimings
 from nvrx_slurm.wire import rank_channel
+from nvrx_slurm.wire.rank_client import connect, one_line
 
 _log = logging.getLogger("nvrx_slurm.inprocess")
 

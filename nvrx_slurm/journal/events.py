@@ -40,6 +40,8 @@ class FaultKind(str, enum.Enum):
     """A rank asked for its node to be left out."""
     SLOW = "slow"
     """A rank has been slower than comparable ones for several reports, and a spare is there."""
+    NO_PROGRESS = "no_progress"
+    """Restarts in process, several in a row, got no further."""
 
 
 class VerdictAction(str, enum.Enum):
@@ -278,7 +280,10 @@ class CheckpointHeldUp(Event, frozen=True, tag="checkpoint_held_up"):
 
 
 class InprocessRestart(Event, frozen=True, tag="inprocess_restart"):
-    """The ranks called their function again without ending: no new cycle, nothing of the restart budget."""
+    """The ranks called their function again without ending: no new cycle, nothing of the restart budget.
+
+    As long as training gets further: if it does not, ``fault_detected`` (``no_progress``) ends the cycle.
+    """
 
     iteration: int
     """The one that begins; 1 for the first such restart of a call."""

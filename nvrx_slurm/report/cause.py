@@ -18,6 +18,7 @@ _OF_ONE_RANK = (
     FaultKind.HANG,
     FaultKind.REQUEST,
     FaultKind.SLOW,
+    FaultKind.NO_PROGRESS,
 )
 
 

@@ -118,6 +118,8 @@ def what_happened(fault: Cause | SeenFault) -> str:
             return "unhealthy"
         case FaultKind.SLOW:
             return "slow"
+        case FaultKind.NO_PROGRESS:
+            return "failed again and again"
         case None:
             return "failed"
 

@@ -221,6 +221,14 @@ class InProcessRestarted(Message, frozen=True):
     restart: InProcessRestart
 
 
+class RankGivenUp(Message, frozen=True):
+    """A rank of this node hangs, and the supervisor of its in-process restart kills it."""
+
+    cycle: int
+    rank: int
+    why: str
+
+
 class NodePace(Message, frozen=True):
     """How long the ranks of this node took, as many as told it at about the same time."""
 
@@ -310,6 +318,7 @@ AgentMessage = (
     | CheckpointReport
     | StragglerReport
     | InProcessRestarted
+    | RankGivenUp
     | NodePace
     | ControlRequest
     | HangEvidence

@@ -129,6 +129,12 @@ class InProcessRestart(Request, frozen=True):
 MOST_FAULTY = 128
 
 
+class GivenUp(Request, frozen=True):
+    """The rank hangs, and the supervisor of its in-process restart is about to kill it."""
+
+    why: str
+
+
 class ProgramFailed(Request, frozen=True):
     """The main thread has failed; the process itself ends soon, or is kept by something."""
 
@@ -178,6 +184,7 @@ RankRequest = (
     | PaceNames
     | PacePeriod
     | InProcessRestart
+    | GivenUp
     | ProgramFailed
 )
 
@@ -212,6 +219,8 @@ def is_acceptable(request: RankRequest) -> bool:
                 and all(map(is_layer, request.phases_s))
                 and is_description(request.why)
             )
+        case GivenUp():
+            return is_description(request.why)
         case ProgramFailed():
             return 0 < request.exit < 256
         case _:
