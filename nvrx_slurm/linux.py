@@ -21,6 +21,7 @@ _IOPRIO_MIDDLE = 4
 _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
 _MPOL_BIND = 2
+_TCP_LISTEN = "0A"
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
@@ -142,3 +143,14 @@ def kill_descendants() -> None:
             os.waitpid(-1, 0)
         except ChildProcessError:
             return
+
+
+def listening_user(port: int) -> int | None:
+    """Return whose process listens on TCP ``port`` of this host (/proc/net/tcp, proc(5)); None: nobody's."""
+    for name in ("tcp6", "tcp"):
+        with contextlib.suppress(OSError), open(f"/proc/net/{name}") as table:
+            for line in table:
+                fields = line.split()
+                if fields[3] == _TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    return int(fields[7])
+    return None

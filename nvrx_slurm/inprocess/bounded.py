@@ -23,7 +23,11 @@ def in_thread(function: Callable[[], _T], name: str) -> Future[_T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        # The user has no more (ulimit -u): without a bound is better than not at all.
+        run()
     return future
 
 

@@ -35,12 +35,13 @@ from nvrx_slurm.inprocess.monitor_thread import (
     UserCode,
 )
 from nvrx_slurm.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
-from nvrx_slurm.inprocess.rendezvous import meet
+from nvrx_slurm.inprocess.rendezvous import close_meeting, meet
+from nvrx_slurm.inprocess.spare_descriptors import SpareDescriptors
 from nvrx_slurm.inprocess.state import FrozenState, Mode, State
 from nvrx_slurm.inprocess.store import BarrierTimeout, HubStore
 from nvrx_slurm.inprocess.timings import RestartTimings, Stopwatch
 from nvrx_slurm.supervisor import messages as msg
-from nvrx_slurm.supervisor.page import Phase, Word
+from nvrx_slurm.supervisor.page import Phase, Plugin, Word
 from nvrx_slurm.supervisor.process import Settings
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ class Engine:
         meeting = meet(self._link, meeting_store, state.rank, state.world_size, wrapper.rejoin)
         self._store = HubStore(meeting.addresses, meeting.token, timeout=wrapper.barrier_timeout)
         self._call = CallWrapper(wrapper, state, self._link.page, self._store)
-        self._closers = [self._store.close, self._call.end]
+        self._spare = SpareDescriptors()
+        self._closers = [self._store.close, self._call.end, self._spare.release]
         if wrapper.rejoin:
             self._meeting_store = meeting_store
         barrier_s = wrapper.barrier_timeout.total_seconds()
@@ -145,6 +147,8 @@ class Engine:
             raise BarrierTimeout(
                 f"not all of {state.world_size} ranks called the function within {barrier_s:g} s"
             )
+        if state.rank == 0 and not wrapper.rejoin:
+            close_meeting(meeting_store, meeting)
         self._signature = inspect.signature(self._function)
         self._injected = injection.parameters_of_type(self._function, CallWrapper)
         if self._link.is_queued:
@@ -153,9 +157,12 @@ class Engine:
                 return False
             state.rank, state.iteration = admitted.rank, admitted.release.iteration
             state.world_size = admitted.world_size - admitted.release.joined
-            self._assign(admitted.release)
+            release: msg.Release | None = admitted.release
         else:
-            self._assign(None)
+            release = None
+        self._phase(Phase.RECOVERY)
+        self._assign(release)
+        self._phase(Phase.WAITING)
         self._user_code = UserCode()
         self._monitor = MonitorThread(
             self._link,
@@ -202,7 +209,7 @@ class Engine:
     def _run_iteration(self) -> Outcome:
         state, link = self._state, self._link
         self._call.reset_progress()
-        self._phase(Phase.USER)
+        self._phase(Phase.START)
         link.enter(state.iteration, state.rank, state.world_size)
         if link.is_interrupted:
             return Interrupted(None)
@@ -218,9 +225,12 @@ class Engine:
         """What is interrupted: initialize, health check, function."""
         wrapper, frozen = self._wrapper, self._state.freeze()
         if wrapper.initialize is not None:
+            self._at(Plugin.INITIALIZE)
             wrapper.initialize(frozen)
         if wrapper.health_check is not None:
+            self._at(Plugin.HEALTH_CHECK)
             _check_health(wrapper.health_check, frozen)
+        self._phase(Phase.USER)
         if self._state.mode is not Mode.ACTIVE:
             return None
         args, kwargs = injection.with_injected(
@@ -245,7 +255,10 @@ class Engine:
         error = self._error = outcome.error if isinstance(outcome, (Raised, Interrupted)) else None
         is_own = not link.is_interrupted
         if is_own:
+            self._phase(Phase.RECOVERY)
+            self._at(Plugin.EXCEPTION_TEXT)
             self._report(error)
+            self._phase(Phase.WAITING)
         barrier_s = wrapper.barrier_timeout.total_seconds()
         if not link.wait_aborted(barrier_s):
             raise BarrierTimeout(f"the abort of iteration {state.iteration} took more than {barrier_s:g} s")
@@ -254,7 +267,10 @@ class Engine:
         link.notice()
         if wrapper.abort is not None and dist.is_initialized():
             # The function was about to make it when the abort ran.
-            AbortTorchDistributed()(state.freeze())
+            try:
+                AbortTorchDistributed()(state.freeze())
+            except Exception:
+                _log.exception("process groups of iteration %d can't be ended", state.iteration)
         forget_attempts()
         sys.excepthook = self._excepthook
         if not is_own:
@@ -262,12 +278,15 @@ class Engine:
         # Those whose exception follows from another rank's fault are no culprits.
         state.fn_exception = error if is_own and isinstance(error, Exception) else None
         self._drop_locals()
+        self._spare.take()
         interrupt_s = watch.lap()
         frozen = state.freeze()
         if wrapper.finalize is not None:
+            self._at(Plugin.FINALIZE)
             wrapper.finalize(frozen)
         finalize_s = watch.lap()
         if wrapper.restart_health_check is not None:
+            self._at(Plugin.HEALTH_CHECK)
             _check_health(wrapper.restart_health_check, frozen)
         health_check_s = watch.lap()
         release = self._barrier()
@@ -323,7 +342,9 @@ class Engine:
         context = RankAssignmentCtx(
             state, self._assigned, set(release.terminated if release else ()), frozenset(joined)
         )
+        self._at(Plugin.RANK_ASSIGNMENT)
         assigned = self._wrapper.rank_assignment(context)
+        self._at(Plugin.NONE)
         if not isinstance(assigned, RankAssignmentCtx):
             raise TypeError(
                 f"rank_assignment returned {type(assigned).__name__}: a RankAssignmentCtx is accepted"
@@ -345,20 +366,24 @@ class Engine:
 
     def _unblock(self) -> None:
         """End what the function may wait in for a rank that never comes, a group that it makes included."""
-        if self._link.page.words[Word.PHASE] == Phase.USER:
+        if self._link.page.words[Word.PHASE] in (Phase.START, Phase.USER):
             self._store.interrupt()
             if self._wrapper.abort is not None:
                 answer_gloo_listeners(self._state.world_size)
                 shut_gloo_connections()
 
     def _abort(self) -> None:
+        self._spare.release()
         self._unblock()
         if self._wrapper.abort is not None:
             self._wrapper.abort(self._state.freeze())
 
     def _abort_in_time(self) -> None:
-        """Abort, but go on without it once it has taken the hard time-out; a plug-in may hang."""
-        call_with_timeout(self._abort, self._wrapper.hard_timeout, "the abort")
+        """Abort, but go on without it after half of the hard time-out; a plug-in may hang.
+
+        The other half is for a main thread that must still be interrupted, before it is killed.
+        """
+        call_with_timeout(self._abort, self._wrapper.hard_timeout / 2, "the abort")
 
     # --- the end -----------------------------------------------------------------------------------------
 
@@ -367,17 +392,22 @@ class Engine:
         # For the next call: who is left, spares included.
         os.environ.update(RANK=str(state.rank), WORLD_SIZE=str(state.world_size))
         if self._wrapper.completion is not None:
+            self._phase(Phase.RECOVERY)
+            self._at(Plugin.COMPLETION)
             try:
                 self._wrapper.completion(state.freeze())
             except Exception:
                 _log.exception("the completion plug-in failed")
+            self._phase(Phase.WAITING)
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others, and clean up; called while ``error`` is on its way to the caller."""
         state = self._state
-        self._phase(Phase.WAITING)
+        self._phase(Phase.RECOVERY)
+        self._at(Plugin.EXCEPTION_TEXT)
         kind = "" if issubclass(type(error), RankDiscarded) else Interruption.BASE_EXCEPTION.name
         self._link.send(msg.Leave(state.iteration, kind, summary(error)))
+        self._phase(Phase.WAITING)
         if self._monitor is not None:
             release_all(self._call.lock)
             self._link.notice()
@@ -391,6 +421,7 @@ class Engine:
         if self._wrapper.terminate is not None:
             # It has its bound: nobody else would end a process that the job has given up.
             self._phase(Phase.RECOVERY)
+            self._at(Plugin.TERMINATE)
             try:
                 self._wrapper.terminate(state.freeze())
             except Exception as failure:
@@ -402,7 +433,11 @@ class Engine:
         drop_locals(error)
 
     def _phase(self, phase: Phase) -> None:
+        self._at(Plugin.NONE)
         self._link.page.set_phase(phase, time.monotonic_ns())
+
+    def _at(self, plugin: Plugin) -> None:
+        self._link.page.words[Word.PLUGIN] = plugin
 
 
 class _InCopy(BaseException):

@@ -102,7 +102,12 @@ def _gloo_sockets(kind: re.Pattern[bytes]) -> Iterator[tuple[int, int]]:
 
 def _registered() -> Iterator[tuple[int, int, int]]:
     """Yield what any epoll descriptor of this process watches: descriptor, data, inode."""
-    for name in os.listdir("/proc/self/fd"):
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError as error:
+        _log.warning("gloo collectives can't be interrupted: /proc/self/fd: %s", error.strerror)
+        return
+    for name in names:
         try:
             if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -9,8 +10,11 @@ import socket
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
+from nvrx_slurm.inprocess.exception import InternalError
 from nvrx_slurm.inprocess.link import Link
+from nvrx_slurm.inprocess.store import BarrierTimeout
 from nvrx_slurm.supervisor import messages as msg
 
 _calls = itertools.count()
@@ -24,6 +28,8 @@ class Meeting(msgspec.Struct, frozen=True):
 
     addresses: tuple[tuple[str, int], ...]
     token: str
+    key: str
+    """Under which the store has this."""
 
 
 def meet(link: Link, store: Any, rank: int, world_size: int, rejoin: bool) -> Meeting:
@@ -37,19 +43,53 @@ def meet(link: Link, store: Any, rank: int, world_size: int, rejoin: bool) -> Me
         rejoin: this may be a process that comes later, in place of a lost one.
 
     Raises:
-        InternalError: the hub can't be started.
+        InternalError: the hub can't be started, or found.
+        BarrierTimeout: rank 0 has not come within the store's time-out.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"nvrx_inprocess/{attempt}/{next(_calls)}"
-    if rank == 0 and not (rejoin and store.check([key])):
-        token = secrets.token_hex(16)
-        port = link.host(token, world_size, rejoin)
-        meeting = Meeting(tuple((host, port) for host in _own_hosts()), token)
-        store.set(key, msgspec.json.encode(meeting).decode())
-    else:
-        meeting = msgspec.json.decode(store.get(key), type=Meeting)
+    key = f"{_job()}/{next(_calls)}"
+    try:
+        if rank == 0 and not (rejoin and store.check([key])):
+            meeting = _call_together(link, store, key, world_size, rejoin)
+        else:
+            meeting = msgspec.json.decode(store.get(key), type=Meeting)
+    except dist.DistStoreError as error:
+        raise BarrierTimeout(f"rank {rank} waits for rank 0 in vain: {_first_line(error)}") from error
+    except dist.DistError as error:
+        raise InternalError(
+            f"rank {rank} has lost the store in which it looks for rank 0: {_first_line(error)}"
+        ) from error
     link.join(meeting.addresses, msg.Join(meeting.token, rank, world_size))
     return meeting
+
+
+def close_meeting(store: Any, meeting: Meeting) -> None:
+    """Take the secret out of the store when all ranks have it: a launcher's store lives on, open to all."""
+    # Some kinds of stores can't.
+    with contextlib.suppress(Exception):
+        store.delete_key(meeting.key)
+
+
+def _call_together(link: Link, store: Any, key: str, world_size: int, rejoin: bool) -> Meeting:
+    token = secrets.token_hex(16)
+    port = link.host(token, world_size, rejoin)
+    meeting = Meeting(tuple((host, port) for host in _own_hosts()), token, key)
+    text = msgspec.json.encode(meeting)
+    if store.compare_set(key, "", text.decode()) != text:
+        raise InternalError(
+            f"the store of store_factory has the key {key} already: another job uses the same store, by the "
+            "same MASTER_PORT for example, or it is left of an earlier one"
+        )
+    return meeting
+
+
+def _job() -> str:
+    """Return what all ranks of one job have in common, and ranks of two mostly don't."""
+    names = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return "/".join(["nvrx_inprocess", *(os.environ.get(name, "") for name in names)])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _own_hosts() -> list[str]:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nvrx_slurm.inprocess.exception import RestartError
+from nvrx_slurm import linux
+from nvrx_slurm.inprocess.exception import InternalError, RestartError
 from nvrx_slurm.supervisor import messages as msg
 
 _TIMEOUT = timedelta(seconds=300)
@@ -103,6 +104,11 @@ class TCPStore(dist.TCPStore, StoreMixin):  # type: ignore[misc]
                 # Somebody else serves there; anything else a client will find out, too.
                 if "EADDRINUSE" not in str(error):
                     raise
+                owner = linux.listening_user(own_port)
+                if owner not in (None, os.geteuid()):
+                    raise InternalError(
+                        f"port {own_port} of this host belongs to user {owner}: set MASTER_PORT to a free one"
+                    ) from error
                 served = True
         super().__init__(
             host, own_port, size, False, wait_for_workers=wait_for_workers and not served, **settings

@@ -16,6 +16,7 @@ from nvrx_slurm.inprocess.completion import Completion
 from nvrx_slurm.inprocess.compose import Compose
 from nvrx_slurm.inprocess.engine import Engine
 from nvrx_slurm.inprocess.environment import warn_about_environment
+from nvrx_slurm.inprocess.exception import RestartAbort
 from nvrx_slurm.inprocess.finalize import EmptyCudaCache, Finalize
 from nvrx_slurm.inprocess.health_check import FaultCounter, HealthCheck, automatic_checks, with_automatic
 from nvrx_slurm.inprocess.initialize import Initialize
@@ -33,6 +34,8 @@ from nvrx_slurm.inprocess.wrapper_arguments import check_wrapper_arguments
 
 __all__ = ["CallWrapper", "Wrapper"]
 
+_is_running = False
+"""A wrapped function of this process is being called."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ABORT = AbortTorchDistributed()
 _ALL_RANKS: Any = Compose(ActivateAllRanks(), ShiftRanks())
@@ -188,7 +191,19 @@ class Wrapper:
                     f"the function was called in thread {threading.current_thread().name!r}: a wrapped "
                     "function runs in the main thread"
                 )
-            return Engine(self, fn, args, kwargs).run()
+            global _is_running
+            name = getattr(fn, "__qualname__", repr(fn))
+            if _is_running:
+                # The outer one would only call it again.
+                raise RestartAbort(
+                    f"{name} was called inside another wrapped function, which restarts all that it calls: "
+                    "only the outermost one is to be wrapped"
+                )
+            _is_running = True
+            try:
+                return Engine(self, fn, args, kwargs).run()
+            finally:
+                _is_running = False
 
         return wrapped  # type: ignore[return-value]
 

@@ -59,7 +59,7 @@ def judge(
         hard_at = min(hard_at, max(interrupted_ns, reading.since_ns) + timeouts.hard_ns)
     if now_ns >= hard_at:
         return Judgement(Verdict.HARD, FAR_NS, f"{what} for {_seconds(timeouts.hard_ns)}")
-    if reading.phase is not Phase.USER:
+    if reading.phase is Phase.RECOVERY:
         return Judgement(Verdict.FINE, hard_at)
     soft_at = silent_since + timeouts.soft_ns
     if now_ns < soft_at:
@@ -75,6 +75,9 @@ def judge(
 
 def _last_sign(reading: Reading, interrupted_ns: int) -> tuple[int, str]:
     """Return since when the rank gives no sign of life, and what it does not do."""
+    if reading.phase is not Phase.USER:
+        # These have their time as a whole, whether they run or are blocked.
+        return reading.since_ns, f"{reading.plugin.label} has not returned"
     asked = reading.bytecode_asked_ns or FAR_NS
     # Once interrupted, pings say nothing: the function is on its way out.
     pinged = reading.ping_ns if reading.ping_ns and not interrupted_ns else FAR_NS

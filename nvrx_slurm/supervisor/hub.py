@@ -92,7 +92,7 @@ class Hub:
         if join.world_size != self._world_size:
             return f"WORLD_SIZE is {join.world_size} on rank {join.member}, but {self._world_size} on rank 0"
         if self.phase is Phase.JOINING and (join.member in self._members or join.member in self._left):
-            return f"there is a rank {join.member} already"
+            return f"there is a rank {join.member} already; another job with the same MASTER_PORT?"
         return ""
 
     def number(self, initial_rank: int) -> int:

@@ -128,7 +128,11 @@ class HubServer:
 
     def _store_request(self, stream: Stream, message: msg.ToHub) -> None:
         if isinstance(message, msg.StoreRequest):
-            self._store.handle(message, stream.send, stream)
+            try:
+                self._store.handle(message, stream.send, stream)
+            except (IndexError, ValueError) as error:
+                # The hub outlives whatever one rank asks for.
+                stream.send(msg.StoreReply(error=f"{message.operation}: {error}"))
         else:
             self._drop(stream)
 

@@ -84,6 +84,9 @@ class HubStore:
         except ValueError:
             answer(StoreReply(error=f"key {key!r} holds no number"))
             return
+        if not -(2**63) <= total < 2**63:
+            answer(StoreReply(error=f"key {key!r} would be {total}: a number of 64 bits is accepted"))
+            return
         self._put(key, str(total).encode())
         answer(StoreReply(number=total))
 

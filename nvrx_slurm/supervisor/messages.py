@@ -239,9 +239,19 @@ class BadFrameError(ValueError):
 
 
 def frame(message: Message) -> bytes:
-    """Return ``message`` as it is sent."""
+    """Return ``message`` as it is sent.
+
+    Raises:
+        BadFrameError: it is larger than the other side takes.
+    """
     body = _encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise BadFrameError(_too_large(len(body), MAX_FRAME_BYTES))
     return _LENGTH.pack(len(body)) + body
+
+
+def _too_large(length: int, most: int) -> str:
+    return f"a message of {length} bytes; {most} are accepted"
 
 
 class FrameReader(Generic[_T]):
@@ -269,7 +279,7 @@ class FrameReader(Generic[_T]):
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
                 if length > self.most_bytes:
-                    raise BadFrameError(f"a message of {length} bytes; {self.most_bytes} are accepted")
+                    raise BadFrameError(_too_large(length, self.most_bytes))
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:
                     break

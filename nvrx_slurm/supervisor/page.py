@@ -20,9 +20,29 @@ class Phase(enum.IntEnum):
     WAITING = 0
     """The engine's own waits, each bounded."""
     USER = 1
-    """The wrapped function, initialize, or the health check before it: can be interrupted."""
+    """The wrapped function: can be interrupted, and shows progress."""
     RECOVERY = 2
-    """From a fault to the barrier: finalize, health checks, rank assignment."""
+    """From a fault to the barrier, rank assignment, and what comes after the last iteration: has its time."""
+    START = 3
+    """Initialize and the health check before the function: can be interrupted, and has its time."""
+
+
+class Plugin(enum.IntEnum):
+    """What of the user's is under way outside the function, for whoever asks what hangs."""
+
+    NONE = 0
+    INITIALIZE = 1
+    HEALTH_CHECK = 2
+    FINALIZE = 3
+    RANK_ASSIGNMENT = 4
+    COMPLETION = 5
+    TERMINATE = 6
+    EXCEPTION_TEXT = 7
+
+    @property
+    def label(self) -> str:
+        """Its name as users write it."""
+        return "the restart" if self is Plugin.NONE else self.name.lower()
 
 
 class Word(enum.IntEnum):
@@ -41,6 +61,7 @@ class Word(enum.IntEnum):
     """Its kernel thread id."""
     SINCE = 7
     """When the phase began, or hang protection came back."""
+    PLUGIN = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,7 @@ class Reading:
     abort_ended_ns: int
     main_thread: int
     since_ns: int
+    plugin: Plugin = Plugin.NONE
 
 
 class ProgressPage:
@@ -84,6 +106,7 @@ class ProgressPage:
             abort_ended_ns=words[Word.ABORT_ENDED],
             main_thread=words[Word.MAIN_THREAD],
             since_ns=words[Word.SINCE],
+            plugin=Plugin(words[Word.PLUGIN]),
         )
 
     def set_phase(self, phase: Phase, now_ns: int) -> None:

@@ -24,6 +24,7 @@ from nvrx_slurm import linux
 from nvrx_slurm.supervisor import messages as msg
 from nvrx_slurm.supervisor.deadlines import Judgement, Timeouts, Verdict, judge
 from nvrx_slurm.supervisor.hub_server import HubServer
+from nvrx_slurm.supervisor.last_words import LastWords
 from nvrx_slurm.supervisor.page import ProgressPage, Reading
 from nvrx_slurm.supervisor.stream import Stream
 
@@ -50,8 +51,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class Supervisor:
     """One rank's supervisor, on one event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, last_words: LastWords) -> None:
         self._settings = settings
+        self._last_words = last_words
         self._timeouts = Timeouts(int(settings.soft_timeout_s * 1e9), int(settings.hard_timeout_s * 1e9))
         self._selector = selectors.DefaultSelector()
         self._page = ProgressPage(settings.page_fd)
@@ -141,7 +143,7 @@ class Supervisor:
         now = time.monotonic_ns()
         # Between two looks the rank may begin another phase: often enough to be in time for its time-outs.
         soonest = now + min(self._timeouts.soft_ns // 8, 1_000_000_000)
-        if self._iteration < 0 or self._kill_reason:
+        if self._kill_reason:
             self._look_at_ns = soonest
             return
         reading = self._page.read()
@@ -206,6 +208,7 @@ class Supervisor:
 
     def _rank_done(self) -> None:
         self._is_rank_done = True
+        self._last_words.close()
         self._sigkill_at = 0.0
         self._channel.close()
         if self._link is not None:
@@ -214,7 +217,7 @@ class Supervisor:
     def _kill(self, kind: str, why: str) -> None:
         if self._kill_reason:
             return
-        _log.warning("rank %d is killed: %s", self._settings.member, why)
+        self._last_words.say(self._settings.member, why)
         self._kill_reason = f"{kind}:{why}"
         self._to_hub(msg.Fault(self._iteration, kind, why))
         self._sigkill_at = time.monotonic() + self._settings.termination_grace_s
@@ -301,7 +304,7 @@ class Supervisor:
             self._link.send(message)
 
 
-def _detach(settings: Settings) -> None:
+def _detach(settings: Settings) -> LastWords:
     """Become a process of its own: no child that the rank's code could wait for, deaf to its signals."""
     if os.fork():
         os._exit(0)
@@ -311,12 +314,14 @@ def _detach(settings: Settings) -> None:
     linux.set_process_name("nvrx-supervisor")
     os.chdir("/")
     log_fd = _open_users_files(settings)
+    last_words = LastWords()
     sink = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(sink, fd)
     os.close(sink)
     if log_fd is not None:
         os.dup2(log_fd, 2)
+    return last_words
 
 
 def _open_users_files(settings: Settings) -> int | None:
@@ -339,6 +344,6 @@ def _open_users_files(settings: Settings) -> int | None:
 def main() -> None:
     """Run the supervisor; ``sys.argv[2]`` has its settings."""
     settings = msgspec.json.decode(sys.argv[2].encode(), type=Settings)
-    _detach(settings)
+    last_words = _detach(settings)
     with contextlib.suppress(ProcessLookupError):
-        Supervisor(settings).run()
+        Supervisor(settings, last_words).run()

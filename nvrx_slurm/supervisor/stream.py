@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 from collections.abc import Callable
@@ -94,11 +93,13 @@ class Stream:
         if len(self._unsent) > MAX_UNSENT_BYTES:
             self._end("it does not read what it is sent")
             return
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            try:
-                del self._unsent[: self._socket.send(self._unsent)]
-            except (BrokenPipeError, ConnectionError):
-                self._unsent.clear()
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            # The read side reports it.
+            self._unsent.clear()
         self._watch()
 
     def _read(self) -> None:

@@ -49,6 +49,10 @@ class Scenarios:
                 assert end["sockets"] == 0 or not rank.all("returned")
         return outcome.ranks
 
+    def said(self) -> str:
+        """What all ranks have written to standard error."""
+        return self._ranks.said()
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
@@ -353,6 +357,8 @@ def test_what_users_count_on(ranks: Scenarios, tmp_path: Path) -> None:
     assert rank.one("protected")["value"] == 2
     assert not rank.one("keys")["there"]
     assert [each["error"] for each in rank.all("failed")] == ["'well'", "ValueError"]
+    # An outer call would only repeat an inner one.
+    assert rank.one("nested")["error"] == "RestartAbort"
     assert rank.one("handlers")["same"]
     assert (tmp_path / "supervisor_0.log").exists()
 
@@ -410,6 +416,32 @@ def test_a_rank_whose_abort_and_terminate_hang_is_killed_and_holds_up_nobody(ran
     all_returned(done, 2)
     assert done[1].exit == -15
     assert len(done[1].all("terminate")) == 1
+
+
+def test_a_first_assignment_that_hangs_ends_its_rank_and_standard_error_says_so(ranks: Scenarios) -> None:
+    done = ranks.run([(0, "exception")], hang_assignment=[(0, 1)], times=_SOON)
+    all_returned(done, 2)
+    assert done[1].exit == -15
+    assert "rank 1 is killed: rank_assignment has not returned for 2 s" in ranks.said()
+
+
+def test_a_completion_that_hangs_ends_its_rank_and_standard_error_says_so(ranks: Scenarios) -> None:
+    done = ranks.run(world_size=2, hang_completion=[(0, 1)], times=_SOON)
+    assert [rank.exit for rank in done] == [0, -15]
+    assert "rank 1 is killed: completion has not returned for 2 s" in ranks.said()
+
+
+def test_an_abort_that_hangs_is_left_behind_in_time_for_the_interruption(ranks: Scenarios) -> None:
+    done = ranks.run([(0, "exception")], hang_abort=[(0, 1)], hang_s=2.5, times=_SOON)
+    all_returned(done)
+    assert done[1].all("enter")[1]["t"] < done[1].one("end")["t"]
+
+
+def test_a_function_that_has_used_up_all_descriptors_restarts(ranks: Scenarios) -> None:
+    """What unblocks the others, and ends the groups of this rank, has kept some back."""
+    done = ranks.run([(1, "descriptors")], others="gloo")
+    all_returned(done)
+    assert (1, "EXCEPTION") in done[0].records(1)
 
 
 @pytest.mark.parametrize("fault", ["keeps", "nothing"])

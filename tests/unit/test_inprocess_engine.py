@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +14,23 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Optional
 
 import pytest
+import torch
 
-from nvrx_slurm.inprocess import CallWrapper, Compose, Wrapper, abort, monitor_thread, rank_assignment, store
+from nvrx_slurm import linux
+from nvrx_slurm.inprocess import (
+    CallWrapper,
+    Compose,
+    Wrapper,
+    abort,
+    monitor_thread,
+    rank_assignment,
+    rendezvous,
+    store,
+)
+from nvrx_slurm.inprocess.exception import InternalError
 from nvrx_slurm.inprocess.injection import parameters_of_type
 from nvrx_slurm.inprocess.monitor_thread import Interrupted, RankShouldRestart, UserCode
+from nvrx_slurm.supervisor import messages as msg
 from nvrx_slurm.supervisor.deadlines import UNBLOCK_NS, Timeouts, Verdict, judge
 from nvrx_slurm.supervisor.page import Phase, Reading
 
@@ -66,8 +82,13 @@ def reading(**fields: Any) -> Reading:
         ({"bytecode_asked_ns": 209 * S}, 212, 210, Verdict.FINE),
         # It swallows every interruption, or hangs in finalize.
         ({"bytecode_asked_ns": 229 * S}, 230, 210, Verdict.HARD),
-        ({"bytecode_asked_ns": 211 * S, "phase": Phase.RECOVERY}, 225, 210, Verdict.FINE),
-        ({"bytecode_asked_ns": 211 * S, "phase": Phase.RECOVERY}, 231, 210, Verdict.HARD),
+        ({"since_ns": 211 * S, "phase": Phase.RECOVERY}, 225, 210, Verdict.FINE),
+        ({"since_ns": 211 * S, "phase": Phase.RECOVERY}, 231, 210, Verdict.HARD),
+        # So does a plug-in that runs and runs, with or without an interruption.
+        ({"since_ns": 211 * S, "phase": Phase.RECOVERY}, 231, 0, Verdict.HARD),
+        ({"since_ns": 211 * S, "phase": Phase.START}, 220, 0, Verdict.FINE),
+        ({"since_ns": 211 * S, "phase": Phase.START}, 221, 0, Verdict.SOFT),
+        ({"since_ns": 211 * S, "phase": Phase.START}, 231, 221, Verdict.HARD),
     ],
 )
 def test_a_rank_is_judged_by_absolute_deadlines(
@@ -197,3 +218,45 @@ def test_what_nvidias_package_has_under_these_names_is_there() -> None:
     assert issubclass(store.BarrierTimeout, store.BarrierError)
     assert issubclass(store.BarrierOverflow, store.BarrierError)
     assert store.TCPStore.critical_ranks.fget is not None
+
+
+class _Hosted:
+    """A link whose supervisor runs hubs at any port."""
+
+    def __init__(self) -> None:
+        self.joined: list[msg.Join] = []
+
+    def host(self, token: str, world_size: int, rejoin: bool) -> int:
+        return 1234
+
+    def join(self, addresses: object, join: msg.Join) -> None:
+        self.joined.append(join)
+
+
+def test_two_jobs_that_share_a_store_do_not_share_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same MASTER_PORT twice on one host: one is told so; and no secret is left for a third."""
+    monkeypatch.setattr(rendezvous, "_calls", itertools.repeat(0))
+    shared, link = torch.distributed.HashStore(), _Hosted()
+    one = rendezvous.meet(link, shared, 0, 2, False)
+    assert rendezvous.meet(link, shared, 1, 2, False) == one
+    with pytest.raises(InternalError, match="same MASTER_PORT"):
+        rendezvous.meet(link, shared, 0, 2, False)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    other = rendezvous.meet(link, shared, 0, 2, False)
+    assert other.token != one.token
+    for meeting in (one, other):
+        rendezvous.close_meeting(shared, meeting)
+        assert not shared.check([meeting.key])
+    shared.set_timeout(timedelta(milliseconds=1))
+    with pytest.raises(store.BarrierTimeout, match="rank 1 waits for rank 0 in vain"):
+        rendezvous.meet(link, shared, 1, 2, False)
+
+
+def test_a_port_of_another_user_is_not_taken_for_the_jobs_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        assert linux.listening_user(port) == os.geteuid()
+        monkeypatch.setattr(linux, "listening_user", lambda port: os.geteuid() + 1)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(InternalError, match=f"port {port} of this host belongs to user"):
+            store.TCPStore("localhost", port, 1)

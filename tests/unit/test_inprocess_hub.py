@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import resource
 import select
@@ -20,6 +21,7 @@ from nvrx_slurm.supervisor import messages as msg
 from nvrx_slurm.supervisor.hub import Hub, Phase
 from nvrx_slurm.supervisor.hub_server import HubServer
 from nvrx_slurm.supervisor.hub_store import HubStore
+from nvrx_slurm.supervisor.stream import Stream
 
 
 class World:
@@ -342,6 +344,9 @@ def test_the_store_adds_compares_deletes_and_says_what_is_wrong() -> None:
     assert ask("add", "n", amount=-5).number == -3
     ask("set", "text", values=(b"x",))
     assert "no number" in ask("add", "text", amount=1).error
+    ask("add", "large", amount=2**62)
+    assert "64 bits" in ask("add", "large", amount=2**62).error
+    assert ask("delete", "large").number == 1
     assert ask("compare_set", "text", values=(b"y", b"z")).values == (b"x",)
     assert ask("compare_set", "text", values=(b"x", b"z")).values == (b"z",)
     assert ask("compare_set", "new", values=(b"", b"1")).values == (b"1",)
@@ -436,3 +441,61 @@ def test_connections_that_say_nothing_keep_nobody_out(served: Served) -> None:
     assert member.recv(100) == msg.frame(msg.Joined())
     for client in (*silent, member):
         client.close()
+
+
+def test_the_hub_outlives_requests_of_ranks_that_it_cannot_answer(served: Served) -> None:
+    """No key, no values, and an answer that is larger than a message may be."""
+    with served.connect(msg.frame(msg.StoreJoin("right"))) as client:
+        large = b"x" * (msg.MAX_FRAME_BYTES // 2)
+        for number in range(3):
+            client.settimeout(0.001)
+            unsent = memoryview(msg.frame(msg.StoreRequest("set", (str(number),), (large,))))
+            while unsent:
+                with contextlib.suppress(TimeoutError):
+                    unsent = unsent[client.send(unsent) :]
+                served.turn()
+            client.settimeout(60)
+            assert _answer(served, client) == msg.StoreReply()
+        for request, what in [
+            (msg.StoreRequest("add"), "add: "),
+            (msg.StoreRequest("compare_set", ("0",)), "compare_set: "),
+            (msg.StoreRequest("get", ("0", "1", "2")), "are accepted"),
+        ]:
+            client.sendall(msg.frame(request))
+            assert what in _answer(served, client).error
+
+
+def _answer(served: Served, client: socket.socket) -> msg.StoreReply:
+    reader: msg.FrameReader[msg.StoreReply] = msg.FrameReader(msg.StoreReply)
+    while True:
+        served.turn_until_ready(client)
+        for reply in reader.feed(client.recv(65536)):
+            return reply
+
+
+def test_a_message_that_nobody_takes_is_refused_where_it_is_sent() -> None:
+    with pytest.raises(msg.BadFrameError, match="67108864 are accepted"):
+        msg.frame(msg.StoreRequest("set", ("key",), (bytes(msg.MAX_FRAME_BYTES),)))
+
+
+def test_a_peer_that_has_become_unreachable_costs_its_own_stream_only() -> None:
+    """Its node is gone: send(2) may say so long after, by any error."""
+
+    class Unreachable(socket.socket):
+        def send(self, *arguments: object) -> int:
+            raise next(errors)
+
+    errors = iter([BlockingIOError(), OSError(errno.EHOSTUNREACH, "")])
+    here, there = socket.socketpair()
+    with selectors.DefaultSelector() as selector, there:
+        ours = Unreachable(fileno=here.detach())
+        ended: list[str] = []
+        stream = Stream(selector, ours, msg.FromHub, lambda message: None, ended.append)
+        stream.send(msg.Beat())
+        for key, _ in selector.select(0):
+            key.data()
+        assert not stream.has_unsent
+        there.close()
+        for key, _ in selector.select(60):
+            key.data()
+        assert ended == ["the connection was closed"]

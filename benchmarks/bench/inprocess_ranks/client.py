@@ -63,13 +63,14 @@ class Ranks:
 
     def __init__(self, directory: Path, *, quiet: bool = True) -> None:
         self._directory = directory
+        self._said = open(directory / "stderr", "w+b") if quiet else None  # noqa: SIM115
         environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "error"}
         environ["PYTHONPATH"] = f"{_SCRIPT.parents[3]}:{_SCRIPT.parents[2]}"
         self._process = subprocess.Popen(
             [sys.executable, str(_SCRIPT), *(["--quiet"] if quiet else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if quiet else None,
+            stderr=self._said,
             text=True,
             env=environ,
         )
@@ -101,9 +102,16 @@ class Ranks:
         answer = json.loads(self._process.stdout.readline())
         return Outcome([Rank(**rank) for rank in answer["ranks"]], answer["hung"], answer["left_behind"])
 
+    def said(self) -> str:
+        """Return what quiet ranks have written to standard error so far."""
+        assert self._said is not None
+        return (self._directory / "stderr").read_text(errors="replace")
+
     def close(self) -> None:
         """End the script."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.kill()
         self._process.wait()
+        if self._said is not None:
+            self._said.close()

@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -133,6 +134,8 @@ def inject(
             raise Untellable
         case "fork":
             _fork(report)
+        case "descriptors":
+            _use_up_descriptors()
         case "restart":
             raise RankShouldRestart("the function asks for it")
         case "exit":
@@ -172,6 +175,14 @@ def inject(
             raise AssertionError(kind)
 
 
+def _use_up_descriptors() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    opened = []
+    while True:
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+
+
 def _fork(report: Report) -> None:
     """Have a forked process leave the function by an exception, then raise one here, too."""
     child = os.fork()
@@ -208,6 +219,7 @@ class Failing:
         self.at = {tuple(at) for at in plan.get(f"fail_{name}", ())}
         self.is_transient = plan.get("transient", False)
         self.hangs_at = {tuple(at) for at in plan.get(f"hang_{name}", ())}
+        self.hang_s = plan.get("hang_s", 3600.0)
         self.returns_nothing_at = {tuple(at) for at in plan.get(f"nothing_{name}", ())}
 
     def __call__(self, state: Any) -> Any:
@@ -221,7 +233,7 @@ class Failing:
                 self.at.discard(here)
             raise ValueError(f"{self.name} fails")
         if here in self.hangs_at:
-            _C.pause()
+            _C.usleep(int(self.hang_s * 1e6))
         return None if here in self.returns_nothing_at else state
 
 
@@ -465,6 +477,7 @@ def behaviours(plan: dict[str, Any], report: Report) -> None:
     report("protected", value=wrapper_for(plan, report)(fails_unprotected)())
     for fails in plan["fails"]:
         report("failed", error=_error(wrapper_for({**plan, **fails}, report)(lambda: "well")))
+    report("nested", error=_error(wrapper_for(plan, report)(wrapper_for(plan, report)(lambda: "well"))))
     after = [list(logging.getLogger(name).handlers) for name in (None, "nvrx", "nvrx_slurm")]
     report("handlers", same=handlers == after)
 
@@ -472,7 +485,7 @@ def behaviours(plan: dict[str, Any], report: Report) -> None:
 def _error(call: Callable[[], Any]) -> str:
     try:
         return repr(call())
-    except Exception as error:
+    except (Exception, initialize.RestartAbort) as error:
         return type(error).__name__
 
 
