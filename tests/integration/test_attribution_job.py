@@ -29,7 +29,7 @@ NO_RESTART = (*ON, "--ft-attribution-stop-action", "no-restart")
 
 def report(job: LocalJob) -> str:
     command = [str(BIN / "nvrx-report"), str(job.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     return " ".join(done.stdout.split())
 
 

@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
         [sys.executable, "-W", "ignore", str(PROGRAM), str(folder)],
         stdout=subprocess.PIPE,
         check=True,
-        timeout=150,
+        timeout=250,
         env={**os.environ, "TORCH_CPP_LOG_LEVEL": "error"},
     )
     answer: dict[str, Ranks] = json.loads(done.stdout)

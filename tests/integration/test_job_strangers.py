@@ -161,7 +161,7 @@ def test_noise_on_the_port_does_not_disturb(running: LocalJob) -> None:
         preface + b"\x00\x00\x00\x04" + bytes(5),
     ):
         for size in (0, 1, 100, 100_000):
-            connection = socket.create_connection((host, int(port)), timeout=60)
+            connection = socket.create_connection((host, int(port)), timeout=250)
             with connection, contextlib.suppress(OSError):
                 connection.sendall(begin + noise.randbytes(size))
 

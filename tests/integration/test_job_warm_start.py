@@ -85,7 +85,7 @@ def observe_afresh(run: LocalJob, environment: dict[str, str], arguments: list[s
         stderr=subprocess.STDOUT,
         start_new_session=True,
         check=True,
-        timeout=60,
+        timeout=250,
     )
     return json.loads((run.root / "fresh").read_text())
 
@@ -171,7 +171,7 @@ def test_a_warm_rank_ends_as_a_fresh_interpreter_does(job: Jobs, ends: str) -> N
         text=True,
         cwd=run.root,
         check=False,
-        timeout=30,
+        timeout=250,
     )
     assert run.log("rank_0") == fresh.stdout
     faults = run.events(journal.FaultDetected)
@@ -356,7 +356,7 @@ def test_a_module_runs_as_with_python_m(job: Jobs, warm: str) -> None:
         text=True,
         cwd=run.root,
         check=False,
-        timeout=30,
+        timeout=250,
     )
     said, expected = run.log("rank_0").splitlines(), fresh.stdout.splitlines()
     assert said[0] == expected[0]

@@ -380,7 +380,7 @@ class TestFaults:
         assert self.saves_again(checkpoint, tmp_path / "a")
         worker = checkpoint._queue._caller._current  # type: ignore[union-attr]
         os.kill(worker.pid, signal.SIGKILL)
-        worker._reader.join(20)
+        worker._reader.join(100)
         assert self.saves_again(checkpoint, tmp_path / "b")
 
     def test_a_worker_that_dies_during_the_copy_leaves_the_memory_to_the_copy(
@@ -393,7 +393,7 @@ class TestFaults:
             checkpoint.async_save([torch.zeros(SIZE) for _ in range(MANY)], tmp_path / "a.pt")
             worker = checkpoint._queue._caller._current  # type: ignore[union-attr]
             os.kill(worker.pid, signal.SIGKILL)
-            worker._reader.join(20)
+            worker._reader.join(100)
             assert len(checkpoint._queue._pool._in_use) == 1
         with pytest.raises(AsyncSaveError, match="SIGKILL"):
             checkpoint.finalize_async_save(blocking=True)
@@ -481,7 +481,7 @@ class TestTrainerEnds:
             "os.kill(os.getpid(), signal.SIGKILL)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program, tmp_path / "a.pt"], stdout=subprocess.PIPE, text=True, timeout=90
+            [sys.executable, "-c", program, tmp_path / "a.pt"], stdout=subprocess.PIPE, text=True, timeout=250
         )
         assert done.returncode == -signal.SIGKILL
         # The worker has inherited standard output, so run() has waited for its end, or nearly.
@@ -504,7 +504,7 @@ class TestTrainerEnds:
             "os.kill(os.getpid(), signal.SIGKILL)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", program, tmp_path / "a.pt"], stdout=subprocess.PIPE, text=True, timeout=90
+            [sys.executable, "-c", program, tmp_path / "a.pt"], stdout=subprocess.PIPE, text=True, timeout=250
         )
         assert done.returncode == -signal.SIGKILL
         assert ended(int(done.stdout))
@@ -541,7 +541,7 @@ class TestWriting:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         together = threading.Barrier(2)
-        monkeypatch.setattr(worker, "write_image", lambda *_arguments, **_how: together.wait(20))
+        monkeypatch.setattr(worker, "write_image", lambda *_arguments, **_how: together.wait(100))
         specs = tuple(ImageSpec(str(tmp_path / name), 0, 1, (), None) for name in "ab")
         ours, theirs = socket.socketpair()
         with ours, theirs, mmap.mmap(-1, 4096) as memory:
@@ -648,7 +648,7 @@ class TestArenaPool:
         waiting.start()
         assert taken == []
         pool.release(first)
-        waiting.join(20)
+        waiting.join(100)
         assert taken == [first]
 
     def test_one_snapshot_that_can_never_fit_is_refused(self) -> None:

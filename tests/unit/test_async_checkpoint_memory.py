@@ -179,7 +179,7 @@ except BaseException:
 
 def test_forked_processes_leave_worker_snapshot_and_sockets_to_their_parent(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, tmp_path], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", FORKS, tmp_path], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.stdout == "all is well\n", done.stderr
     assert done.returncode == 0

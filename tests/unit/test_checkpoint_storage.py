@@ -233,7 +233,7 @@ class TestReplacing:
         finally:
             done.set()
             for cleaner in cleaners:
-                cleaner.join(20)
+                cleaner.join(100)
         assert (in_memory / "a").read_bytes() == b"49"
 
     def test_a_missing_directory_is_an_error_that_names_it(self, tmp_path: Path) -> None:

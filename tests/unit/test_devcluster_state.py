@@ -145,6 +145,6 @@ def test_help_does_not_import_torch() -> None:
         "assert not {'torch', 'rich.table', 'grpc'} & set(sys.modules), 'slow imports'"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -237,7 +237,7 @@ def test_help_is_there_under_both_names(arguments: list[str]) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["check"], ["lint", TEMPLATE], ["why", "17"]])
 def test_no_command_imports_torch(arguments: list[str]) -> None:
     argv = [sys.executable, "-X", "importtime", *PYTHON[1:], *arguments]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=ENVIRON, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=250, env=ENVIRON, check=False)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "nvrx_slurm" in imported
     assert not {"torch", "grpc"} & imported
@@ -254,7 +254,7 @@ def test_help_takes_a_moment_only() -> None:
     took = []
     for _ in range(3):
         before = used()
-        subprocess.run([*PYTHON, "--help"], capture_output=True, timeout=60, env=ENVIRON, check=True)
+        subprocess.run([*PYTHON, "--help"], capture_output=True, timeout=250, env=ENVIRON, check=True)
         took.append(used() - before)
     assert min(took) < 0.3
 

@@ -239,7 +239,7 @@ def test_a_fault_before_that_is_the_cause(tmp_path: Path) -> None:
 def in_child(run_dir: Path, cycle: int, **environment: str) -> CycleAttributed:
     arguments = (str(run_dir), str(cycle), str(os.getpid()))
     command = command_for("nvrx_slurm.attribution.ended_cycle", *arguments)
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, timeout=250, check=False, env=environment)
     return msgspec.json.decode(done.stdout, type=CycleAttributed)
 
 

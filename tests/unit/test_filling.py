@@ -44,7 +44,7 @@ def test_a_file_is_written_behind_whoever_fills_it_and_named_when_that_one_is_do
         filling.advance(region.end)
     assert not (tmp_path / "a").exists()
     filling.finish()
-    writer.join(30)
+    writer.join(100)
     content = (tmp_path / "a").read_bytes()
     assert content[::each][:5] == bytes([1, 2, 3, 4, 5])
     assert len(content) == spec.size

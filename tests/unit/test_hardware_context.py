@@ -68,7 +68,7 @@ def test_a_driver_that_is_silent_holds_up_one_thread_and_nobody_else(root: Path)
 
     class Silent(FakeNvml):
         def count(self) -> int:
-            released.wait(30)
+            released.wait(100)
             return super().count()
 
     async def look() -> None:

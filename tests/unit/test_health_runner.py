@@ -331,7 +331,7 @@ def test_a_child_that_does_not_end_holds_nothing_of_its_callers() -> None:
     )
     # Returns only once nobody has the other ends of its pipes.
     argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=250, check=True)
     pid = int(done.stdout)
     left = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     os.kill(pid, signal.SIGKILL)

@@ -51,7 +51,7 @@ class Site:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             text=True,
-            timeout=60,
+            timeout=250,
             check=False,
             umask=0,
         )
@@ -84,7 +84,7 @@ def test_the_controllers_clock_is_asked_of_the_slurm_that_the_site_has(site: Sit
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.stdout.startswith("OK clock: agrees with the controller's"), done.stdout

@@ -33,7 +33,7 @@ class Site:
 
     def run(self, **environ: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [self.hook], env=environ, cwd="/", capture_output=True, text=True, timeout=60, check=False
+            [self.hook], env=environ, cwd="/", capture_output=True, text=True, timeout=250, check=False
         )
 
 

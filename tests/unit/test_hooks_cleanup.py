@@ -70,8 +70,8 @@ def test_the_users_processes_are_ended_and_others_go_on(people: People, shm: Pat
     left = find_leftovers(UID, shm=shm)
     assert {process.pid for process in left.processes} == {mine.pid, deaf.pid}
     assert clean(left, UID) == ""
-    assert mine.wait(10) == -signal.SIGTERM
-    assert deaf.wait(10) == -signal.SIGKILL
+    assert mine.wait(100) == -signal.SIGTERM
+    assert deaf.wait(100) == -signal.SIGKILL
     assert other.poll() is None
 
 

@@ -378,7 +378,7 @@ class Served:
         self.server = HubServer(self.selector, msg.Host("right", 1), 60.0)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        client = socket.create_connection(("localhost", self.server.port), timeout=60)
+        client = socket.create_connection(("localhost", self.server.port), timeout=250)
         client.sendall(sent)
         return client
 

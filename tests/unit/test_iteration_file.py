@@ -49,7 +49,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     goes_on = threading.Event()
 
     def read(path: Path) -> int:
-        goes_on.wait(20)
+        goes_on.wait(100)
         return read_iteration(path)
 
     monkeypatch.setattr(iteration_file, "read_iteration", read)
@@ -71,7 +71,7 @@ def test_w16_a_file_system_that_hangs_holds_one_reader_and_nobody_else(
             await file.read()
         hanging.set()
         assert file._reader is not None
-        file._reader.join(20)
+        file._reader.join(100)
         return await file.read()
 
     assert asyncio.run(scene()) == 40

@@ -274,7 +274,7 @@ def test_a_program_finds_the_library_by_its_path_alone(node: SimulatedNode) -> N
         env={"LD_LIBRARY_PATH": str(library().parent), "NVRX_NVML_SIM_STATE": str(node.hardware.nvml_state)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=True,
     )
     assert done.stdout == f"{SMALL.gpus}\n"

@@ -19,7 +19,9 @@ ENVIRON = {"PATH": "/nonexistent", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent", 
 
 def run(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     argv = [*PYTHON, *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=cwd, env=ENVIRON, check=False)
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=250, cwd=cwd, env=ENVIRON, check=False
+    )
 
 
 @pytest.fixture
@@ -95,14 +97,14 @@ def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_help_and_report_do_not_import_torch(finished: Path) -> None:
     for arguments in (["--help"], [str(finished)]):
         argv = [sys.executable, "-X", "importtime", *PYTHON[1:], *arguments]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=ENVIRON, check=True)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=250, env=ENVIRON, check=True)
         assert "torch" not in done.stderr
         assert "grpc" not in done.stderr
 
 
 def test_help_does_not_even_import_rich() -> None:
     argv = [sys.executable, "-X", "importtime", *PYTHON[1:], "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=ENVIRON, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=250, env=ENVIRON, check=True)
     assert "rich" not in done.stderr
 
 
@@ -117,7 +119,7 @@ def test_a_reader_that_goes_away_is_no_error(finished: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=250) == 0
         assert process.stderr.read() == b""
         process.stderr.close()
 
@@ -149,7 +151,7 @@ def test_following_waits_for_the_journal_and_prints_lines_then_the_report(tmp_pa
     with path.open("ab") as file:
         file.write(records[-1].to_line())
     rest = process.stdout.read()
-    assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+    assert (process.wait(timeout=250), process.stderr.read()) == (0, "")
     lines = rest.splitlines()
     blank = lines.index("")
     assert "ended" in lines[blank - 1]
@@ -168,13 +170,13 @@ def test_ctrl_c_ends_following_with_the_report_so_far(tmp_path: Path) -> None:
     assert process.stderr is not None
     os.kill(process.pid, signal.SIGINT)
     rest = process.stdout.read()
-    assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+    assert (process.wait(timeout=250), process.stderr.read()) == (0, "")
     assert "job 4711 is running (starting)" in rest
 
 
 def test_following_with_json_prints_the_document_alone(finished: Path) -> None:
     process = following(finished, "--json")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=250)
     assert json.loads(out)["state"] == "finished"
 
 
@@ -195,5 +197,5 @@ def test_on_a_terminal_the_report_is_drawn_live_and_left_there(finished: Path) -
             break
         shown += piece
     os.close(parent)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=250) == 0
     assert b"finished: 3 faults, median 6.1 s lost each" in shown

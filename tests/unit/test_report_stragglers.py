@@ -137,7 +137,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         [*PYTHON, "stragglers", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env=ENVIRON,
         check=False,
     )

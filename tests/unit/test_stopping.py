@@ -139,6 +139,6 @@ def test_the_example_of_the_document_loads_until_it_is_asked_to_stop(page: Agent
     if asked:
         page.request_stop()
     done = subprocess.run(
-        [sys.executable, "-c", f"{example}\nprint(int(batch))"], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", f"{example}\nprint(int(batch))"], capture_output=True, text=True, timeout=250
     )
     assert done.stdout == ("0\n" if asked else "7\n"), done.stderr

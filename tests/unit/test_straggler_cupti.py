@@ -393,7 +393,7 @@ print(activity.version, library.sim_calls(b"cuptiUnsubscribe"))
 """
     path = simulated_library()
     done = subprocess.run(
-        [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=250, check=False
     )
     refused = f"{path}: a profiler holds CUPTI in this process"
     assert done.stdout.splitlines() == [refused, refused, "0 0", "130000 1"], done.stderr
@@ -411,7 +411,7 @@ open_activity([sys.argv[1]])
         [sys.executable, "-c", script, simulated_library()],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert "has the CUPTI API version 140000: those of CUDA 11 to 13 are known" in done.stderr

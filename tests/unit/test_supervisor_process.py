@@ -48,7 +48,7 @@ class Rank:
             pass_fds=fds,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=250,
         )
         self._theirs.close()
         return done
