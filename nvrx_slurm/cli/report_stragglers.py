@@ -67,7 +67,10 @@ def stragglers(
             ReportConsole(highlight=False).print(render(found, top))
         for file, save in ((svg, _save_svg), (html, _save_html)):
             if file is not None:
-                save(_recorded(lambda console: console.print(render(found, top))), file)
+                try:
+                    save(_recorded(lambda console: console.print(render(found, top))), file)
+                except OSError as error:
+                    raise click.FileError(str(file), f"it cannot be written: {error.strerror}") from error
 
 
 def _recorded(draw: Callable[[Console], None]) -> Console:

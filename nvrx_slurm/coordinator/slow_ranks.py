@@ -29,7 +29,12 @@ class SlowRanks:
     def __init__(self, action: StragglerAction) -> None:
         self._action = action
         self._leaving: dict[str, StragglerVerdict] = {}
-        self._told: set[str] = set()
+        """By node: where most is lost."""
+        self._slow: dict[int, str] = {}
+        """The ranks that the last report names, and their nodes."""
+        self._left: dict[int, str] = {}
+        """The node that has left because of each rank: who is slow elsewhere, too, has more to do."""
+        self._told: set[tuple[str, str]] = set()
 
     def judged(
         self, verdicts: Sequence[StragglerVerdict], nodes: Collection[str]
@@ -38,15 +43,24 @@ class SlowRanks:
         self._leaving = {}
         if self._action is not StragglerAction.EXCLUDE:
             return []
+        present = [verdict for verdict in verdicts if verdict.node in nodes]
+        self._slow = {verdict.rank: verdict.node for verdict in present}
         certain: dict[str, StragglerVerdict] = {}
-        for verdict in verdicts:
-            if verdict.reports == verdict.of_reports and verdict.node in nodes:
-                certain.setdefault(verdict.node, verdict)
-        if len(certain) > 1 and len(certain) * _COMMON_CAUSE >= len(nodes):
-            why = f"{len(certain)} of {len(nodes)} nodes are slow at once, so the cause is not the node"
-            return self._tell_once(certain, why)
+        kept: list[journal.StragglerKept] = []
+        for verdict in present:
+            if verdict.reports < verdict.of_reports:
+                continue
+            if (before := self._left.get(verdict.rank, verdict.node)) != verdict.node:
+                why = f"rank {verdict.rank} was slow on {before}, too, so the cause is its work, not the node"
+                kept += self._tell_once([verdict.node], why)
+                continue
+            certain.setdefault(verdict.node, verdict)
+        slow = set(self._slow.values())
+        if certain and len(slow) > 1 and len(slow) * _COMMON_CAUSE >= len(nodes):
+            why = f"{len(slow)} of {len(nodes)} nodes are slow at once, so the cause is not the node"
+            return kept + self._tell_once(certain, why)
         self._leaving = certain
-        return []
+        return kept
 
     @property
     def worst(self) -> StragglerVerdict | None:
@@ -59,16 +73,15 @@ class SlowRanks:
 
     def leave(self, spares: int) -> dict[str, str]:
         """Return the nodes that leave now that all ranks have stopped, and why: as many as have a spare."""
-        worst = sorted(self._leaving.values(), key=lambda verdict: -verdict.lost_ms)
+        worst = sorted(self._leaving.values(), key=lambda verdict: -verdict.lost_ms)[: max(0, spares)]
         self._leaving = {}
-        return {
-            verdict.node: f"rank {verdict.rank} is slow: {slow_clause(verdict)}"
-            for verdict in worst[: max(0, spares)]
-        }
+        left = {verdict.node for verdict in worst}
+        self._left |= {rank: node for rank, node in self._slow.items() if node in left}
+        return {verdict.node: f"rank {verdict.rank} is slow: {slow_clause(verdict)}" for verdict in worst}
 
     def _tell_once(self, nodes: Collection[str], why: str) -> list[journal.StragglerKept]:
-        new = [node for node in nodes if node not in self._told]
-        self._told.update(new)
+        new = [node for node in nodes if (node, why) not in self._told]
+        self._told.update((node, why) for node in new)
         return [journal.StragglerKept(node=node, why=why) for node in new]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from cycle_driver import Job
 
@@ -106,6 +107,37 @@ def test_many_slow_nodes_at_once_are_not_the_nodes_fault() -> None:
     assert it.machine.phase is Phase.RUNNING
     assert {node for node, _ in kept(it)} == {"n2", "n3"}
     assert excluded(it.fails()) == []
+
+
+def test_who_is_not_sure_to_be_slow_yet_counts_among_many() -> None:
+    """What makes several nodes slow does not reach all of them in the same report."""
+    it = judged(job(active=8, spares=2), slow(2), slow(3, reports=2))
+    assert it.machine.phase is Phase.RUNNING
+    assert [node for node, _ in kept(it)] == ["n2"]
+
+
+def test_a_rank_that_is_slow_on_another_node_too_has_more_to_do() -> None:
+    """As the last stage of a pipeline: else one node after the other would leave."""
+    it = judged(job(active=2, spares=2), slow(2))
+    it.stopped(*it.machine.active)
+    assert excluded(it) == ["n2"]
+    assert it.machine.active == ("n1", "n3")
+    again = msgspec.structs.replace(slow(2), node="n3")
+    judged(judged(it.later(60), again, cycle=1), again, cycle=1)
+    assert it.machine.phase is Phase.RUNNING
+    assert kept(it) == [("n3", "rank 2 was slow on n2, too, so the cause is its work, not the node")]
+    assert excluded(it.fails()) == ["n2"]
+
+
+def test_that_holds_for_each_slow_rank_of_the_node_that_left() -> None:
+    """Which of them loses most is chance."""
+    both = (slow(2), msgspec.structs.replace(slow(2, lost_ms=9.0), rank=3))
+    it = judged(job(active=2, spares=2), *both)
+    it.stopped(*it.machine.active)
+    other_first = [msgspec.structs.replace(verdict, node="n3") for verdict in reversed(both)]
+    judged(it.later(60), *other_first, cycle=1)
+    assert it.machine.phase is Phase.RUNNING
+    assert {node for node, _ in kept(it)} == {"n3"}
 
 
 def test_of_two_the_worst_leave_while_there_are_spares() -> None:
