@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import RANK, LocalJob, until
@@ -38,7 +38,13 @@ def job(job: Jobs, tmp_path: Path) -> Jobs:
     )
     config.chmod(0o600)
     os.mknod(tmp_path / "device", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-    return functools.partial(job, SLURM_JOB_ID=str(os.getpid()))
+
+    def make(*arguments: Any, **keywords: Any) -> LocalJob:
+        run = job(*arguments, SLURM_JOB_ID=str(os.getpid()), **keywords)
+        run.set_in_agents("nvrx_slurm.agent.health_watch", FIRST_VERDICT_S=PATIENT_S)
+        return run
+
+    return make
 
 
 @pytest.fixture
