@@ -422,17 +422,19 @@ def test_a_first_assignment_that_hangs_ends_its_rank_and_standard_error_says_so(
     done = ranks.run([(0, "exception")], hang_assignment=[(0, 1)], times=_SOON)
     all_returned(done, 2)
     assert done[1].exit == -15
-    assert "rank 1 is killed: rank_assignment has not returned for 2 s" in ranks.said()
+    assert (
+        f"rank 1 is killed: rank_assignment has not returned for {_SOON['hard_timeout']:g} s" in ranks.said()
+    )
 
 
 def test_a_completion_that_hangs_ends_its_rank_and_standard_error_says_so(ranks: Scenarios) -> None:
     done = ranks.run(world_size=2, hang_completion=[(0, 1)], times=_SOON)
     assert [rank.exit for rank in done] == [0, -15]
-    assert "rank 1 is killed: completion has not returned for 2 s" in ranks.said()
+    assert f"rank 1 is killed: completion has not returned for {_SOON['hard_timeout']:g} s" in ranks.said()
 
 
 def test_an_abort_that_hangs_is_left_behind_in_time_for_the_interruption(ranks: Scenarios) -> None:
-    done = ranks.run([(0, "exception")], hang_abort=[(0, 1)], hang_s=2.5, times=_SOON)
+    done = ranks.run([(0, "exception")], hang_abort=[(0, 1)], hang_s=3.0, times=_SOON)
     all_returned(done)
     assert done[1].all("enter")[1]["t"] < done[1].one("end")["t"]
 
