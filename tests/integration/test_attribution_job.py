@@ -113,12 +113,12 @@ def test_a_hang_in_a_collective_with_equal_heartbeats_is_blamed_on_the_rank_that
     job: MakeJob,
 ) -> None:
     it = job(GLOO, *ON, "--heartbeat-timeout", "2s", nodes=2, ranks=2, real_torch=True).start()
-    found = it.wait_for(CycleAttributed, patience_s=90.0)
+    found = it.wait_for(CycleAttributed)
     it.touch("go")
     assert found.category == "job.hang", it.stderr
     first = found.culprits[0]
     assert (first.rank, first.node, first.by_traces) == (2, "n2", True), (it.stderr, found)
-    assert it.wait(60.0) == 0, it.stderr
+    assert it.wait() == 0, it.stderr
     assert "cause: a rank gave no sign of life" in report(it)
     assert "rank 2 on n2: hung" in report(it)
 
@@ -134,10 +134,11 @@ def test_w17_a_restart_waits_for_nothing_that_attributes_nor_does_a_job_that_end
         options = (*ON, "--ft-attribution-endpoint", url)
         it = job(script, *options, NVRX_ATTRIBUTION_RULES=str(tmp_path / "rules")).start()
         child = it.running("ended_cycle")
-        assert len(it.events(CycleStarted)) == 2
+        it.wait_for(CycleStarted, 2)
+        assert is_alive(child)
         it.touch("go")
         assert it.wait() == 0, it.stderr
-        assert not is_alive(child)
+        until("the child has ended", lambda: not is_alive(child))
     ended = it.records[-1]
     assert isinstance(ended.event, JobEnded)
     assert not it.events(CycleAttributed)
@@ -258,12 +259,12 @@ def test_one_fault_after_the_other_gets_the_right_verdict(job: MakeJob, tmp_path
     # That no cycle has saved anything is not what is asked about here, nor how many there were.
     policy.write_text("no_checkpoint_attempts: 99\nmax_restarts_per_hour: 99\n")
     it = job(RANK + FAULTS, *options, nodes=3, ranks=2, NVRX_ATTRIBUTION_POLICY=str(policy)).start()
-    it.wait_for(CycleStarted, len(TABLE), patience_s=100.0)
+    it.wait_for(CycleStarted, len(TABLE))
     until("cycle 7 runs", lambda: it.has_started(2, 7))
     it.named("nvrx-agent", "n2").kill()
-    it.wait_for(CycleAttributed, len(TABLE), patience_s=100.0)
+    it.wait_for(CycleAttributed, len(TABLE))
     it.touch("go")
-    assert it.wait(60.0) == 0, it.stderr
+    assert it.wait() == 0, it.stderr
     found = {record.cycle: record.event for record in it.records if isinstance(record.event, CycleAttributed)}
     for cycle, (category, action, rank, node) in enumerate(TABLE):
         event = found[cycle]

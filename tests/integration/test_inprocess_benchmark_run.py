@@ -15,7 +15,7 @@ def test_one_case_makes_a_document() -> None:
         [sys.executable, BENCHMARK, "--json", "--runs", "1", "--case", "exception_gloo"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ def test_one_of_each_kind_is_found_and_nobody_is_accused_without_a_cause() -> No
         [sys.executable, str(BENCHMARK), "--quick", "--json"],
         capture_output=True,
         text=True,
-        timeout=230,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
