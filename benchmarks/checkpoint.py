@@ -35,13 +35,18 @@ _PEERS = {"peer, forked": 0, "peer, persistent (torn)": 1}
 _PATIENCE_S = 600.0
 _WORLD = 4
 _INTERVALS = (1, 2, 4, 8, 16, 32)
+_SLOW = 256 << 20
+"""Bytes per second of the storage in "share": with a local disk every interval would be long enough."""
+_FEW_SAVES = 4
+_FEW_STEPS = 16
 _TITLES = {
     "disk": "saving float32 tensors of 16 MiB to disk",
     "shm": "saving them to /dev/shm",
     "load": "loading what was saved, from the page cache",
     "fsdp2": f"{_WORLD} gloo ranks save the FSDP2 state of a model and its AdamW to disk",
-    "training": "real GPT steps, the state of the GPT itself saved; both steps after the call count",
-    "share": "share of wall time that goes to GPT steps, with a save every so many",
+    "training": "a GPT trains on one core and saves its state: what steps take longer until that is complete",
+    "training, all cores": "the same on all cores: whatever a save takes is taken from steps",
+    "share": f"share of wall time that goes to GPT steps, a save every so many; storage: {_SLOW >> 20} MiB/s",
 }
 _NOTES = [
     "foreground: until the call has returned; ours (overlapped) copies during the next pass",
@@ -107,12 +112,11 @@ def main(
         if "fsdp2" in cases:
             _say("fsdp2 …")
             rows += _fsdp2_rows(folders["disk"], runs=runs, width=512 if quick else 2048)
-        if "training" in cases:
-            rows += _training_rows(folders["disk"], 1 if quick else 6)
+        for case, threads in {"training": 1, "training, all cores": os.cpu_count() or 1}.items():
+            if case in cases:
+                rows += _training_rows(case, threads, folders["disk"], 1 if quick else 8)
         if "share" in cases:
-            rows += _share_rows(
-                folders["disk"], intervals=(2,) if quick else _INTERVALS, steps=2 if quick else 32
-            )
+            rows += _share_rows(folders["disk"], intervals=(2,) if quick else _INTERVALS)
     if plot_file is not None:
         plot_file.write_text(_plot(rows))
     result = Document("checkpoint", machine, date, tuple(rows))
@@ -216,49 +220,59 @@ def _load_rows(state: State, folder: Path, runs: int) -> list[Row]:
     return rows
 
 
-def _training_rows(folder: Path, runs: int) -> list[Row]:
-    torch.set_num_threads(1)  # the other cores are for the copy and the worker, as in a job
+def _training_rows(case: str, threads: int, folder: Path, runs: int) -> list[Row]:
+    _say(f"{case} …")
+    torch.set_num_threads(threads)
     loop = gpt_loop.Loop()
     gibibytes = loop.size() / 2**30
-    rows = [Row("training", OURS, "state", "MiB", loop.size() / 2**20, loop.size() / 2**20, 1)]
-    for who, contender in {
-        OURS: lambda: gpt_loop.asynchronous(loop),
-        "ours, strict": lambda: gpt_loop.asynchronous(loop, snapshot_mode=SnapshotMode.STRICT),
-        "floor: memcpy": lambda: gpt_loop.memcpy_in_a_thread(loop),
-        "torch.save": lambda: gpt_loop.torch_save(loop),
-    }.items():
-        _say(f"training: {who} …")
-        with contender() as save:
-            more, plain = gpt_loop.added(loop, save, folder, runs)
-        per_gib = [each * 1000 / gibibytes for each in more]
-        rows += [
-            document.summarize("training", who, "added_to_the_loop_per_GiB", "ms", per_gib),
-            document.summarize("training", who, "step_without_save", "ms", [each * 1000 for each in plain]),
-        ]
+    with contextlib.ExitStack() as stack:
+        savers = {
+            who: stack.enter_context(saver)
+            for who, saver in {
+                OURS: gpt_loop.asynchronous(loop),
+                "ours, strict": gpt_loop.asynchronous(loop, snapshot_mode=SnapshotMode.STRICT),
+                "floor: memcpy": gpt_loop.memcpy(loop),
+                "floor: memcpy, SCHED_IDLE": gpt_loop.memcpy(loop, idle=True),
+                "torch.save": gpt_loop.torch_save(loop),
+                "no save": gpt_loop.nobody(),
+            }.items()
+        }
+        found = gpt_loop.added(loop, savers, folder, runs)
+    plain = [each * 1000 for each in found.pop("plain")]
+    rows = [
+        Row(case, OURS, "state", "MiB", gibibytes * 1024, gibibytes * 1024, 1),
+        document.summarize(case, "no save", "step", "ms", plain),
+    ]
+    for who, values in found.items():
+        per_gib = [each * 1000 / gibibytes for each in values]
+        rows.append(document.summarize(case, who, "added_to_the_loop_per_GiB", "ms", per_gib))
     return rows
 
 
-def _share_rows(folder: Path, *, intervals: Sequence[int], steps: int) -> list[Row]:
+def _share_rows(folder: Path, *, intervals: Sequence[int]) -> list[Row]:
     torch.set_num_threads(1)
-    loop = gpt_loop.Loop()
+    loop = gpt_loop.Loop(width=768)
     rows = []
     for every in intervals:
         for who, contender in {
-            OURS: gpt_loop.asynchronous,
-            "ours, synchronous": gpt_loop.synchronous,
-            "torch.save": gpt_loop.torch_save,
+            OURS: lambda: gpt_loop.asynchronous(loop, max_bytes_per_s=_SLOW),
+            "torch.save": lambda: gpt_loop.torch_save(loop, bytes_per_s=_SLOW),
         }.items():
             _say(f"share: {who}, every {every} steps …")
-            with contender(loop) as save:
-                share = gpt_loop.share_of_training(loop, save, folder, every=every, steps=max(steps, every))
+            steps = max(every, min(_FEW_SAVES * every, _FEW_STEPS))
+            with contender() as saver:
+                share = gpt_loop.share_of_training(loop, saver, folder, every=every, steps=steps)
             rows.append(document.summarize("share", who, f"every_{every}_steps", "%", [share * 100]))
+    step_s = loop.steps(_FEW_STEPS) / _FEW_STEPS
+    rows.append(document.summarize("share", "no save", "step", "s", [step_s]))
+    rows.append(document.summarize("share", "no save", "write", "s", [loop.size() / _SLOW]))
     return rows
 
 
 def _plot(rows: Sequence[Row]) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.case == "share":
+        if row.case == "share" and row.unit == "%":
             series.setdefault(row.who, []).append((float(row.metric.split("_")[1]), row.p50 / 100))
     return plot.shares("Share of wall time spent training", "steps between saves", series)
 
