@@ -62,10 +62,10 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
     content = msgspec.json.encode(message)
     length = _LENGTH.pack(len(content))
     if fd is None:
-        sock.sendall(length)
+        sock.sendall(length + content)  # one call: each gives the GIL away, and training has it next
     else:
         socket.send_fds(sock, [length], [fd])
-    sock.sendall(content)
+        sock.sendall(content)
 
 
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
