@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import LocalJob, local_jobs
+from launchers import LaunchedJob, launched_jobs
 
 # A shell that runs the tests in the background has them ignore these, nohup SIGHUP, and so do all processes
 # that they start; slurmstepd starts tasks without.
@@ -37,3 +38,10 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
                 print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
             for path in sorted(tmp_path.glob("job*/run/*.jsonl")):
                 print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., LaunchedJob]]:
+    """Make jobs of nvrx-launch on this machine, see :class:`launchers.LaunchedJob`; in the end they are gone."""
+    with launched_jobs(tmp_path) as make:
+        yield make

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 import subprocess
+import sys
 import textwrap
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,27 @@ import psutil
 from harness import BIN, MARK, PATIENCE_S, LocalJob, clean_environment, until
 
 from nvrx_slurm import linux
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from bench.ports import free_port
+
+COLD = ("--warm-start", "off")
+
+
+def meeting(nnodes: str, port: int | None = None, run_id: str = "one") -> tuple[str, ...]:
+    """The options of launchers that meet on this machine."""
+    endpoint = f"127.0.0.1:{port or free_port()}"
+    return (
+        *COLD,
+        "--nnodes",
+        nnodes,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-id",
+        run_id,
+        "--rdzv-endpoint",
+        endpoint,
+    )
 
 
 class LaunchedJob(LocalJob):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 from harness import RANK
-from launchers import LaunchedJob, launched_jobs
+from launchers import LaunchedJob
 
 from nvrx_slurm import journal
 
@@ -48,12 +46,6 @@ def train(call: CallWrapper):
 train()
 """
 )
-
-
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Jobs]:
-    with launched_jobs(tmp_path) as make:
-        yield make
 
 
 def test_a_fault_is_healed_in_process_and_a_death_or_a_hang_by_the_next_cycle(launched: Jobs) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import BIN, HERE, until
-from launchers import LaunchedJob, launched_jobs
+from launchers import LaunchedJob
 
 CLONE = HERE.parent.parent
 TELL = """
@@ -31,12 +29,6 @@ OURS = ("NVRX_",)
 OF_IMPORTING_TORCH = {"TORCHINDUCTOR_CACHE_DIR": "set by torch itself, which a warm start has imported"}
 OF_THE_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
 OF_TORCHRUN_ALONE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "said by torchrun to itself"}
-
-
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[partial[LaunchedJob]]:
-    with launched_jobs(tmp_path) as make:
-        yield make
 
 
 def test_the_example_of_the_page_trains_and_is_reported(launched: partial[LaunchedJob]) -> None:
