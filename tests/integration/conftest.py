@@ -42,6 +42,6 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Callable[..., LaunchedJob]]:
-    """Make jobs of nvrx-launch on this machine, see :class:`launchers.LaunchedJob`; in the end they are gone."""
+    """Make jobs of nvrx-launch on this machine, see :class:`launchers.LaunchedJob`; then they are gone."""
     with launched_jobs(tmp_path) as make:
         yield make

@@ -203,7 +203,9 @@ def test_every_launcher_returns_the_jobs_code_spares_included(launched: Jobs) ->
 
 
 def test_too_few_nodes_end_every_launcher_with_75(launched: Jobs) -> None:
-    job = launched("pass", *meeting("3"))
+    job = launched("pass", *meeting("3"), "--token-file", "secret")
+    (job.root / "secret").write_text("x" * 43)
+    (job.root / "secret").chmod(0o600)
     # The second waits for the first already when the time begins.
     job.launch("n2", "--rdzv-conf", "join_timeout=10,is_host=0").named("nvrx-agent", "n2")
     job.launch("n1", "--rdzv-conf", "join_timeout=10,is_host=1")
