@@ -25,7 +25,7 @@ from nvrx_slurm.inprocess.exception import HealthCheckError, InternalError
 from nvrx_slurm.inprocess.exception_summary import drop_locals, exc_info, summary
 from nvrx_slurm.inprocess.gloo_sockets import answer_gloo_listeners, shut_gloo_connections
 from nvrx_slurm.inprocess.job_report import leave_to_job, report_restart
-from nvrx_slurm.inprocess.link import Link, describe
+from nvrx_slurm.inprocess.link import Link, describe_with_reason
 from nvrx_slurm.inprocess.monitor_thread import (
     Interrupted,
     MonitorThread,
@@ -164,7 +164,7 @@ class Engine:
         self._assign(release)
         self._phase(Phase.WAITING)
         self._user_code = UserCode()
-        self._monitor = MonitorThread(
+        monitor = MonitorThread(
             self._link,
             self._user_code,
             self._call.lock,
@@ -172,7 +172,9 @@ class Engine:
             self._unblock,
             wrapper.hard_timeout.total_seconds(),
         )
-        self._monitor.start()
+        # There may be no more threads to be had.
+        monitor.start()
+        self._monitor = monitor
         return True
 
     def _supervisor_settings(self) -> Settings:
@@ -303,11 +305,12 @@ class Engine:
             iteration, records, release.terminated, interrupt_s, finalize_s, health_check_s, barrier_s,
             assignment_s, watch.total,
         )  # fmt: skip
+        why = describe_with_reason(release.records)
         if state.rank == 0:
-            report_restart(state, self._call.last_restart)
+            report_restart(state, self._call.last_restart, why)
         _log.warning(
             "rank %d restarts as iteration %d, %.3f s after: %s",
-            state.initial_rank, state.iteration, watch.total, describe(release.records),
+            state.initial_rank, state.iteration, watch.total, why,
         )  # fmt: skip
 
     def _report(self, error: BaseException | None) -> None:

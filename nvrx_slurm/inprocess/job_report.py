@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
+from nvrx_slurm.inprocess.attribution import Interruption, InterruptionRecord
 from nvrx_slurm.inprocess.state import State
 from nvrx_slurm.inprocess.timings import RestartTimings
 from nvrx_slurm.wire import rank_channel
@@ -33,7 +33,7 @@ def leave_to_job(records: Sequence[InterruptionRecord]) -> None:
         threading.Event().wait(_STOP_S)
 
 
-def report_restart(state: State, timings: RestartTimings) -> None:
+def report_restart(state: State, timings: RestartTimings, why: str) -> None:
     """Tell of the restart that begins ``state``'s iteration; one rank suffices. Never raises."""
     if rank_channel.SOCKET_VARIABLE not in os.environ:
         return
@@ -49,7 +49,7 @@ def report_restart(state: State, timings: RestartTimings) -> None:
             world_size=state.world_size,
             took_s=timings.total_s,
             phases_s=timings.phases(),
-            why=one_line(format_interruption_records(timings.records)),
+            why=one_line(why),
         )
         with connect() as channel:
             channel.send(rank_channel.encode_request(request), socket.MSG_NOSIGNAL)

@@ -319,6 +319,12 @@ class Link:
             self._changed.notify_all()
 
 
+def describe_with_reason(records: tuple[msg.Record, ...]) -> str:
+    """Return what happened, and the first reason that is known, in one line."""
+    reason = next((" ".join(record.why.split()) for record in records if record.why), "")
+    return f"{describe(records)} ({reason})" if reason else describe(records)
+
+
 def describe(records: tuple[msg.Record, ...]) -> str:
     """Return what happened, in one line."""
     return format_interruption_records(
