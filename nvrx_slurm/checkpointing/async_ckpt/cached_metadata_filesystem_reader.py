@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -18,8 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from nvrx_slurm.checkpointing.async_ckpt.verified_read import Wanted, read_file
 from nvrx_slurm.checkpointing.storage import manifest
-from nvrx_slurm.checkpointing.storage.checksums import Region, checksum, verify_content, verify_file
+from nvrx_slurm.checkpointing.storage.checksums import Region, checksum, verify_content
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
@@ -109,20 +111,23 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
         """Read what this rank wants.
 
         Raises:
-            CorruptCheckpointError: it is not what was written; nothing has been loaded.
+            CorruptCheckpointError: it is not what was written. What was read before is in the state's tensors
+                by then: load another checkpoint before they are used.
         """
-        if self._verify:
-            wanted = defaultdict(set)
-            for item in plan.items:
-                place = self.storage_data[item.storage_index]
-                wanted[place.relative_path].add(Region(place.offset, place.length))
-            listed = manifest.read(self.folder)
-            if listed is not None:
-                manifest.files_are_own(self.folder, listed, wanted)
-            for name, parts in wanted.items():
-                if isinstance(self.folder, Path):
-                    _verify_parts(self.folder / name, sorted(parts, key=lambda part: part.offset))
-        return super().read_data(plan, planner)
+        if not self._verify:
+            return super().read_data(plan, planner)
+        wanted = defaultdict(list)
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            wanted[place.relative_path].append(Wanted(item, Region(place.offset, place.length)))
+        listed = manifest.read(self.folder)
+        if listed is not None:
+            manifest.files_are_own(self.folder, listed, wanted)
+        without_checksums: list[Any] = []
+        for name, parts in wanted.items():
+            if not isinstance(self.folder, Path) or not _read(self.folder / name, parts, planner):
+                without_checksums += [each.request for each in parts]
+        return super().read_data(dataclasses.replace(plan, items=without_checksums), planner)
 
 
 class _Objects(FileSystem):  # type: ignore[misc]
@@ -149,9 +154,9 @@ class _Objects(FileSystem):  # type: ignore[misc]
         yield io.BytesIO(content)
 
 
-def _verify_parts(path: Path, parts: list[Region]) -> None:
+def _read(path: Path, parts: list[Wanted], planner: Any) -> bool:
     try:
-        verify_file(path, parts)
+        return read_file(path, parts, planner)
     except FileNotFoundError:
         raise CorruptCheckpointError(path, "the file is missing") from None
 
