@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,12 +20,11 @@ import click
 import torch
 import torch.distributed as dist
 from bench import document, ending, peer
-from bench.checkpoint import gpt_loop, plot, savers
+from bench.checkpoint import gpt_loop, loads, plot, savers
 from bench.checkpoint.savers import TENSOR_BYTES, Save, State, Times, make_state, timed
 from bench.document import OURS, Document, Row
 from rich.console import Console
 
-from nvrx_slurm.checkpointing import storage
 from nvrx_slurm.checkpointing.async_ckpt.core import SnapshotMode
 
 _PEER_SAVES = Path(__file__).parent / "bench" / "checkpoint" / "peer_saves.py"
@@ -42,7 +39,8 @@ _FEW_STEPS = 16
 _TITLES = {
     "disk": "saving float32 tensors of 16 MiB to disk",
     "shm": "saving them to /dev/shm",
-    "load": "loading what was saved, from the page cache",
+    "load": "loading what was saved, from the page cache; first: in a process that has loaded nothing",
+    "cold": "the same from the disk, with nothing in the page cache",
     "fsdp2": f"{_WORLD} gloo ranks save the FSDP2 state of a model and its AdamW to disk",
     "training": "a GPT trains on one core and saves its state: what steps take longer until that is complete",
     "training, all cores": "the same on all cores: whatever a save takes is taken from steps",
@@ -100,15 +98,16 @@ def main(
     date, machine = document.now(), document.describe_machine(f"torch {torch.__version__}")
     mib, runs = mib or (128 if quick else 1024), runs or (2 if quick else 5)
     cases = only or tuple(_TITLES)
-    state = make_state(mib if {"disk", "shm", "load"} & set(cases) else 16)
+    state = make_state(mib if {"disk", "shm", "load", "cold"} & set(cases) else 16)
     rows = []
     with _one_rank(), _folders(disk) as folders:
         for case, folder in folders.items():
             if case in cases:
                 rows += _save_rows(case, folder / "run", state, runs, quick=quick, with_peer=peer is not None)
-        if "load" in cases:
-            _say("load …")
-            rows += _load_rows(state, folders["disk"], runs)
+        for case in ("load", "cold"):
+            if case in cases:
+                with tempfile.TemporaryDirectory(dir=folders["disk"]) as folder:
+                    rows += _load_rows(case, state, Path(folder), runs, quick=quick)
         if "fsdp2" in cases:
             _say("fsdp2 …")
             rows += _fsdp2_rows(folders["disk"], runs=runs, width=512 if quick else 2048)
@@ -189,35 +188,28 @@ def _peer_rows(case: str, folder: Path, tensors: int, runs: int) -> list[Row]:
     return rows
 
 
-def _load_rows(state: State, folder: Path, runs: int) -> list[Row]:
-    path = folder / "load.pt"
-    storage.save(state, path)
-    buffer = memoryview(mmap.mmap(-1, path.stat().st_size))
-
-    def read() -> None:
-        with open(path, "rb", buffering=0) as file:
-            rest = buffer
-            while rest and (count := file.readinto(rest)):
-                rest = rest[count:]
-
-    calls: dict[str, Callable[[], object]] = {
-        OURS: lambda: storage.load(path),
-        "ours, not verified": lambda: storage.load(path, verify=False),
-        "ours, mmap": lambda: storage.load(path, mmap=True),
-        "floor: read": read,
-        "torch.load": lambda: torch.load(path, weights_only=True),
-    }
-    rows = []
-    for who, call in calls.items():
-        call()
-        values = []
-        for _ in range(runs):
-            began = time.perf_counter()
-            call()
-            values.append(time.perf_counter() - began)
-        rows.append(document.summarize("load", who, "load", "s", values))
-    path.unlink()
-    return rows
+def _load_rows(case: str, state: State, folder: Path, runs: int, *, quick: bool) -> list[Row]:
+    """Contenders take turns, each time in a process of its own."""
+    loads.write(state, folder)
+    os.sync()
+    whose = loads.COLD if case == "cold" else list(loads.contenders(folder))
+    first: dict[str, list[float]] = {who: [] for who in whose}
+    later: dict[str, list[float]] = {who: [] for who in whose}
+    for number in range(runs):
+        _say(f"{case}: {number + 1} of {runs} …")
+        for who in whose:
+            argv = [sys.executable, loads.__file__, folder, who, 2 if quick or case == "cold" else 3, case]
+            with ending.program(
+                list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ) as program:
+                output, _ = program.communicate(timeout=_PATIENCE_S)
+                if program.returncode:
+                    raise click.ClickException(f"{who} ended with exit code {program.returncode}")
+            began, *others = json.loads(output)
+            first[who].append(began)
+            later[who] += others
+    rows = [document.summarize(case, who, "load", "s", later[who]) for who in whose]
+    return rows + [document.summarize(case, who, "first_load", "s", first[who]) for who in whose]
 
 
 def _training_rows(case: str, threads: int, folder: Path, runs: int) -> list[Row]:
