@@ -320,9 +320,14 @@ class Link:
 
 
 def describe_with_reason(records: tuple[msg.Record, ...]) -> str:
-    """Return what happened, and the first reason that is known, in one line."""
-    reason = next((" ".join(record.why.split()) for record in records if record.why), "")
-    return f"{describe(records)} ({reason})" if reason else describe(records)
+    """Return what happened, and the reason of one rank, in one line."""
+    # Exceptions may be what another rank's end has brought about.
+    known = sorted(
+        (record for record in records if record.why), key=lambda record: record.kind == "EXCEPTION"
+    )
+    if not known:
+        return describe(records)
+    return f"{describe(records)} (rank {known[0].rank}: {' '.join(known[0].why.split())})"
 
 
 def describe(records: tuple[msg.Record, ...]) -> str:

@@ -54,7 +54,10 @@ def test_a_fault_is_healed_in_process_and_a_death_or_a_hang_by_the_next_cycle(la
     assert job.code(patience_s=100) == 0, job.stderr
     (restart,) = job.events(journal.InprocessRestart)
     assert restart.iteration == 1
-    assert restart.why == "Interruption.EXCEPTION affecting ranks {1} (ValueError: can be saved in place)"
+    assert (
+        restart.why
+        == "Interruption.EXCEPTION affecting ranks {1} (rank 1: ValueError: can be saved in place)"
+    )
     assert restart.ranks == [1]
     assert (restart.terminated, restart.world_size) == (0, 2)
     assert sum(restart.phases_s.values()) == pytest.approx(restart.took_s, abs=1e-6)

@@ -159,9 +159,15 @@ class SlurmJobs:
         self, *nvrx_srun: str, nodes: int, sbatch: tuple[str, ...] = (), name: str = "job"
     ) -> SlurmJob:
         """Submit a batch script that becomes ``nvrx-srun`` with these arguments."""
-        script = self.directory / f"{name}.sh"
         arguments = " ".join(f"'{argument}'" for argument in nvrx_srun)
-        script.write_text(f"#!/bin/bash\nexec {NVRX_SRUN} {arguments}\n")
+        return self.submit_script(f"exec {NVRX_SRUN} {arguments}", nodes=nodes, sbatch=sbatch, name=name)
+
+    def submit_script(
+        self, text: str, nodes: int, sbatch: tuple[str, ...] = (), name: str = "job"
+    ) -> SlurmJob:
+        """Submit a batch script for bash."""
+        script = self.directory / f"{name}.sh"
+        script.write_text(f"#!/bin/bash\n{text}\n")
         output = self.directory / f"{name}.out"
         options = [f"--nodes={nodes}", "--no-kill", "--requeue", "--open-mode=append", f"--output={output}"]
         job_id = self.run("sbatch", "--parsable", *options, *sbatch, str(script)).strip()

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvrx_slurm.inprocess.link import describe_with_reason
 from nvrx_slurm.supervisor import messages as msg
 from nvrx_slurm.supervisor.hub import Hub, Phase
 from nvrx_slurm.supervisor.hub_server import HubServer
@@ -499,3 +500,11 @@ def test_a_peer_that_has_become_unreachable_costs_its_own_stream_only() -> None:
         for key, _ in selector.select(60):
             key.data()
         assert ended == ["the connection was closed"]
+
+
+def test_the_reason_that_is_told_is_not_one_that_follows_from_another() -> None:
+    closed = msg.Record(1, "EXCEPTION", "RuntimeError: Connection closed\nby peer")
+    assert describe_with_reason((closed,)).endswith("{1} (rank 1: RuntimeError: Connection closed by peer)")
+    ended = msg.Record(0, "TERMINATED", "its process ended")
+    assert describe_with_reason((closed, ended)).endswith("{0} (rank 0: its process ended)")
+    assert describe_with_reason((msg.Record(2, "EXCEPTION"),)).endswith("affecting ranks {2}")
