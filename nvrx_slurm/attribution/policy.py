@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 
 from nvrx_slurm.attribution.evidence import SchedulerState
 from nvrx_slurm.attribution.history import Counts
 from nvrx_slurm.attribution.logs.rules import Family, Restart, Scope
+from nvrx_slurm.attribution.site_file import SiteFileError, read_yaml
 
 
 class Action(str, enum.Enum):
@@ -109,10 +109,10 @@ def load_policy(path: Path) -> PolicyConfig:
         PolicyError
     """
     try:
-        return msgspec.convert(yaml.safe_load(path.read_text()) or {}, PolicyConfig)
-    except OSError as error:
-        raise PolicyError(f"policy file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        return msgspec.convert(read_yaml(path) or {}, PolicyConfig)
+    except SiteFileError as error:
+        raise PolicyError(f"policy file {path}: {error}") from error
+    except msgspec.ValidationError as error:
         accepted = ", ".join(PolicyConfig.__struct_fields__)
         raise PolicyError(f"policy file {path}: {error}; accepted: {accepted}") from error
 

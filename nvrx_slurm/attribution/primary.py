@@ -192,11 +192,23 @@ def choose(scans: Sequence[Scan]) -> Choice:
     if not competing or competing[0].tier <= Tier.NOTHING:
         rest = tuple((r.finding, Relation.UNRELATED) for r in competing[:_MAX_SECONDARY])
         return Choice(secondary=rest, recovered=tuple(recovered))
-    first, *others = competing
+    first, *others = _driver_first(competing)
     confirming = [found for found in others_words if _says_the_same(first.finding, found)]
     secondary = [(found, Relation.CONFIRMS) for found in confirming]
     secondary += [(r.finding, _relation(first, r)) for r in others]
     return Choice(first.finding, first.tier, tuple(secondary[:_MAX_SECONDARY]), tuple(recovered))
+
+
+def _driver_first(competing: list[_Ranked]) -> list[_Ranked]:
+    """Put the driver's words before what a program says of the same GPU: unverified, but the cause of it.
+
+    Such text alone excludes no node, as little as the program's.
+    """
+    first = competing[0]
+    if first.tier is not Tier.ROOT or first.finding.trusted or not first.finding.family.of_gpu:
+        return competing
+    driver = next((r for r in competing if r.tier is Tier.UNVERIFIED and r.finding.family.of_gpu), None)
+    return competing if driver is None else [driver, *(r for r in competing if r is not driver)]
 
 
 def _says_the_same(first: Finding, other: Finding) -> bool:

@@ -15,6 +15,7 @@ from nvrx_slurm.attribution.primary import Relation, Tier
 from nvrx_slurm.attribution.verdict import Attribution
 
 _LABEL = 11
+_MAX_NAMED = 64
 _SHOWN = 6
 _ACTIONS = {
     Action.RESTART: ("restart", "bold green"),
@@ -36,7 +37,7 @@ def render(result: Attribution) -> Group:
 def render_flight(report: FlightReport) -> Group:
     """Return what the Flight Recorder dumps alone say."""
     parts: list[RenderableType] = []
-    for culprit in report.culprits:
+    for culprit in report.culprits[:_MAX_NAMED]:
         at = f" on {culprit.node}" if culprit.node else ""
         parts.append(
             _line(
@@ -54,6 +55,8 @@ def render_flight(report: FlightReport) -> Group:
             group = found.description or found.group or "the default group"
             what = f"{found.op or 'last operation'} {found.sequence} of {group}; {behind}"
             parts.append(_line("", what + (f"; {found.frame}" if found.frame else "")))
+    if len(report.culprits) > _MAX_NAMED:
+        parts.append(_line("", f"and {len(report.culprits) - _MAX_NAMED:,} more"))
     nobody = "none found: the ranks are not behind each other"
     if report.fabric or not report.culprits:
         parts.insert(0, _line("culprit", report.moving or report.fabric or nobody, "bold yellow"))

@@ -27,6 +27,12 @@ ON = ("--ft-attribution", "on")
 NO_RESTART = (*ON, "--ft-attribution-stop-action", "no-restart")
 
 
+def make_silent(pipe: Path) -> None:
+    """Make a pipe whose writer never writes, for as long as this process is there."""
+    os.mkfifo(pipe)
+    os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+
+
 def report(job: LocalJob) -> str:
     command = [str(BIN / "nvrx-report"), str(job.run_dir)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
@@ -126,8 +132,8 @@ def test_a_hang_in_a_collective_with_equal_heartbeats_is_blamed_on_the_rank_that
 def test_w17_a_restart_waits_for_nothing_that_attributes_nor_does_a_job_that_ends_well(
     job: MakeJob, tmp_path: Path
 ) -> None:
-    """Neither the child, which reads a pipe that nobody writes, nor the service ever answers."""
-    os.mkfifo(tmp_path / "rules")
+    """Neither the child, which reads a pipe whose writer is silent, nor the service ever answers."""
+    make_silent(tmp_path / "rules")
     script = RANK + "if cycle == 0:\n    sys.exit(1)\nwait_for('go')"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -145,8 +151,8 @@ def test_w17_a_restart_waits_for_nothing_that_attributes_nor_does_a_job_that_end
 
 
 def test_a_killed_coordinator_leaves_nothing_that_attributes(job: MakeJob, tmp_path: Path) -> None:
-    """The child stands still: the site's rules are a pipe that nobody writes."""
-    os.mkfifo(tmp_path / "rules")
+    """The child stands still: the site's rules are a pipe whose writer is silent."""
+    make_silent(tmp_path / "rules")
     script = RANK + "if cycle == 0:\n    sys.exit(1)\nwait_for('what nobody makes')"
     it = job(script, *ON, NVRX_ATTRIBUTION_RULES=str(tmp_path / "rules")).start()
     child = it.running("ended_cycle")
@@ -161,7 +167,7 @@ ENDS = ["its time is over", "the job has failed", "asked to end", "the job ends 
 def test_a_child_that_takes_too_long_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    os.mkfifo(tmp_path / "rules")
+    make_silent(tmp_path / "rules")
     monkeypatch.setenv("NVRX_ATTRIBUTION_RULES", str(tmp_path / "rules"))
     # Only the job that has failed is held up, and only for so long.
     monkeypatch.setattr(attributor, "_LAST_S", 0.5 if end == "the job has failed" else 1000.0)

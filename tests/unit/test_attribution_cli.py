@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -320,7 +321,36 @@ class TestOddInput:
     @pytest.mark.parametrize("option", ["--policy", "--rules", "--explain"])
     def test_a_binary_configuration_is_refused(self, log: Path, tmp_path: Path, option: str) -> None:
         (tmp_path / "binary").write_bytes(b"\x80\x00\xff" * 100)
-        self.refused("log", log, option, tmp_path / "binary", says="binary")
+        self.refused("log", log, option, tmp_path / "binary", says="UTF-8 is expected, and byte 0 is none")
+
+    @pytest.mark.parametrize("option", ["--policy", "--rules", "--explain"])
+    def test_no_configuration_is_waited_for_or_read_without_end(
+        self, log: Path, tmp_path: Path, option: str
+    ) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        # Nobody writes it: it is empty, and nothing has to be said in a policy.
+        if option == "--policy":
+            assert run("log", log, option, tmp_path / "fifo").returncode == 0
+        else:
+            self.refused("log", log, option, tmp_path / "fifo", says="xpected")
+        self.refused("log", log, option, "/dev/zero", says="neither a file nor a pipe")
+        self.refused("log", log, option, tmp_path, says="Is a directory")
+        (tmp_path / "large").write_text("x" * (2**20 + 1))
+        self.refused("log", log, option, tmp_path / "large", says="larger than 1 MiB")
+        (tmp_path / "deep").write_text("[" * 100_000)
+        self.refused("log", log, option, tmp_path / "deep", says="no YAML")
+
+    @pytest.mark.parametrize(
+        ("begin", "says"),
+        [
+            (gzip.compress(b"x"), "it is compressed: give it as <(zcat "),
+            (b"\x28\xb5\x2f\xfd", "<(zstdcat "),
+            ("Error".encode("utf-16"), "it is UTF-16"),
+        ],
+    )
+    def test_a_log_that_is_no_text_yet_is_refused(self, tmp_path: Path, begin: bytes, says: str) -> None:
+        (tmp_path / "log").write_bytes(begin)
+        self.refused("log", tmp_path / "log", says=says)
 
     @pytest.mark.parametrize(
         ("line", "says"),

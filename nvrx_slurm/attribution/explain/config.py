@@ -6,7 +6,8 @@ import urllib.parse
 from pathlib import Path
 
 import msgspec
-import yaml
+
+from nvrx_slurm.attribution.site_file import SiteFileError, read_text, read_yaml
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -38,9 +39,11 @@ class ExplainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             if path.stat().st_mode & 0o077:
                 raise ExplainConfigError(f"key_file {path} can be read by others: chmod 600 it")
-            return path.read_text().strip()
+            return read_text(path).strip()
         except OSError as error:
             raise ExplainConfigError(f"key_file {path}: {error.strerror}") from error
+        except SiteFileError as error:
+            raise ExplainConfigError(f"key_file {path}: {error}") from error
 
 
 def load_explain_config(path: Path) -> ExplainConfig:
@@ -50,10 +53,10 @@ def load_explain_config(path: Path) -> ExplainConfig:
         ExplainConfigError
     """
     try:
-        config = msgspec.convert(yaml.safe_load(path.read_text()), ExplainConfig)
-    except OSError as error:
-        raise ExplainConfigError(f"explain file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        config = msgspec.convert(read_yaml(path), ExplainConfig)
+    except SiteFileError as error:
+        raise ExplainConfigError(f"explain file {path}: {error}") from error
+    except msgspec.ValidationError as error:
         accepted = ", ".join(ExplainConfig.__struct_fields__)
         raise ExplainConfigError(f"explain file {path}: {error}; accepted: {accepted}") from error
     address = urllib.parse.urlsplit(config.endpoint)

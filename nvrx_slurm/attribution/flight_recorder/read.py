@@ -108,7 +108,7 @@ def read_dump(path: Path) -> RankTrace:
         manifest = _manifest(path)
         rank = manifest.rank if manifest else rank_of(path.name)
         if rank is None or not 0 <= rank < MAX_RANKS:
-            raise DumpError("neither its name nor a manifest tells the rank")
+            raise DumpError(f"neither its name nor a manifest tells a rank below {MAX_RANKS:,}")
         trace = reduce_dump(rank, dump)
     except OSError as error:
         raise DumpError(error.strerror or str(error)) from error

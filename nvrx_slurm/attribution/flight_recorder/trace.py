@@ -16,7 +16,8 @@ from nvrx_slurm.attribution.flight_recorder.load import DumpError
 MAX_PENDING = 64
 """Operations kept per rank, the oldest: what blocks a rank is among them."""
 _MAX_DURATIONS = 32
-MAX_RANKS = 1_000_000
+MAX_RANKS = 2**17
+"""More than any job has: a dump of a higher rank would make all below it missing."""
 _MAX_NUMBER = 2**53
 _MAX_NS = 2**63
 _GLOO = "gloo:"

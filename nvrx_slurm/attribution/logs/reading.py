@@ -28,15 +28,30 @@ def open_log(path: Path, *, follow_link: bool = True) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
+_OTHER_FORMATS = {
+    b"\x1f\x8b": ("compressed", "zcat"),
+    b"\x28\xb5\x2f\xfd": ("compressed", "zstdcat"),
+    b"\xfd7zXZ": ("compressed", "xzcat"),
+    b"BZh": ("compressed", "bzcat"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+}
+"""By their first bytes: what it is, and what makes text of it."""
+
+
 def check_log(path: Path) -> None:
-    """See that a log can be opened; a pipe is left as it is, since its writer would lose its reader.
+    """See that a log can be read as it is; a pipe is left alone, since its writer would lose its reader.
 
     Raises:
-        OSError: as :func:`open_log`.
+        OSError: as :func:`open_log`, or it is compressed or UTF-16.
     """
-    mode = path.stat().st_mode
-    if not stat.S_ISFIFO(mode):
-        open_log(path).close()
+    if stat.S_ISFIFO(path.stat().st_mode):
+        return
+    with open_log(path) as file:
+        begin = file.read(8)
+    for magic, (what, command) in _OTHER_FORMATS.items():
+        if begin.startswith(magic):
+            raise OSError(errno.EINVAL, f"it is {what}: give it as <({command} {path})", str(path))
 
 
 def _not_a_log(mode: int, path: Path) -> OSError:

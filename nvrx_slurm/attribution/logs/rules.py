@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nvrx_slurm.attribution.logs.patterns import MIN_LITERAL, needed_literals, why_not_linear
 from nvrx_slurm.attribution.logs.prefix import LineLevel, parse_prefix
+from nvrx_slurm.attribution.site_file import SiteFileError, read_yaml
 
 RULES_VERSION = 1
 BUILT_IN = Path(__file__).with_name("families.yaml")
@@ -99,6 +98,11 @@ class Family:
     def decides(self) -> bool:
         """It may be the primary cause of something."""
         return self.role in (Role.ROOT, Role.SYMPTOM)
+
+    @property
+    def of_gpu(self) -> bool:
+        """A GPU, or a kernel that ran on one, failed for no reason that lies in the program."""
+        return self.scope is Scope.GPU or self.id == "cuda.launch_failure"
 
 
 UNKNOWN = Family(
@@ -216,11 +220,9 @@ def _with_family(rule: Rule, families: dict[str, Family]) -> Rule:
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        document = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise RulesError(f"rules file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RulesError(f"rules file {path} is no YAML: {error}") from error
+        document = read_yaml(path)
+    except SiteFileError as error:
+        raise RulesError(f"rules file {path}: {error}") from error
     if not isinstance(document, dict) or document.get("version") != RULES_VERSION:
         raise RulesError(f"rules file {path}: `version: {RULES_VERSION}` and a list `families` are expected")
     entries = document.get("families")

@@ -15,7 +15,7 @@ _TEXT = (
     "evict|.exc.|exce|exhaust|exist|exit|expected|exploded|fail|fatal|fault|fetch|finite|flap|flush|folder|"
     "forcing|forward|found|free(|full|gateway|gpfs|graphics|gres|gsp|handle|hang|hardware|header|health|"
     "heartbeat|held|hold|http|hung|i/o|ibv|identifier|illegal|incomplete|inconsistent|infinit|"
-    "initialized|input|insufficient|interface|invalid|kill|launch|libfabric|limit|link|loaded|lockup|"
+    "initialized|input|insufficient|interface|invalid|kill|launch|libfabric|licenc|licens|limit|link|loaded|lockup|"
     "lost|machine|making|manager|many|match|mce:|mdc|memory|milliseconds|minimum|missing|module|must|nan|nccl|"
     "nvidia|observed|offlinemode|omegaconf|oom|overflow|panic|partition|permitted|pipe|port|preempt|"
     "previous|prolog|provider|proxy|pull|push|pyxis|quota|range|rc:|rcu|read-only|reader|ready|reason=|"
