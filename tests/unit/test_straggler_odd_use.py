@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import math
 import os
 import random
 import types
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from nvrx_slurm.pace.names import MOST_NAMES
-from nvrx_slurm.straggler import CallableId, Detector, Report
+from nvrx_slurm.straggler import CallableId, Detector, Report, Statistic
 from nvrx_slurm.straggler.exchange import Alone
+from nvrx_slurm.straggler.gpu import EventTimes
 from nvrx_slurm.straggler.interval import ReportInterval
 from nvrx_slurm.straggler.names import Names
 from nvrx_slurm.straggler.reporting import SCORES, ReportGenerator
@@ -183,6 +185,39 @@ def test_a_fork_measures_for_itself_and_speaks_in_nobody_s_name(
     assert running.by_agents, "the parent goes on"
     running.agents, running.by_agents, running.gpu = None, False, None
     running.sections.leave_gpu()
+
+
+class Event:
+    """A CUDA event on a GPU that is ``behind``."""
+
+    now, behind = 0.0, False
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = math.nan
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return not Event.behind
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+def test_a_report_does_not_wait_for_a_gpu_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times = EventTimes()
+    begun = times.begin("step")
+    monkeypatch.setattr(Event, "now", 2.5)
+    times.end("step", begun)
+    times.end("", times.begin("step"))
+    monkeypatch.setattr(Event, "behind", True)
+    assert times.summaries() == {}
+    monkeypatch.setattr(Event, "behind", False)
+    found = times.summaries()["section:step"]
+    assert (found[Statistic.NUM], found[Statistic.MED]) == (1, 2500.0)
+    assert times.summaries() == {}
 
 
 # --- callables -------------------------------------------------------------------------------------------
