@@ -10,12 +10,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from nvrx_slurm.pace.exchange import Name, Period, Scores
-from nvrx_slurm.pace.measured import Kernel, KernelTime
+from nvrx_slurm.pace.measured import COLLECTIVE, Kernel, KernelTime, score
 from nvrx_slurm.pace.verdict import StragglerVerdict
 from nvrx_slurm.pace.watch import Judgement, Watch
-
-_NCCL = "ncclDev"
-"""In the names of kernels that wait for other ranks: their time says nothing of this one."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class AllRanks:
         found.kernel_times = {
             Kernel(name.kernel, name.section): times
             for name, times in kernels.items()
-            if _NCCL not in name.kernel
+            if COLLECTIVE not in name.kernel
         }
         return found
 
@@ -116,7 +113,7 @@ def _scores(report: int, ranks: Mapping[int, RankPeriod], measured: AllRanks) ->
         medians_ms=medians,
         gpu_relative=[gpu.get(rank, math.nan) for rank in order],
         gpu_individual=[
-            math.nan if (score := ranks[rank].period.gpu_individual) is None else score for rank in order
+            math.nan if (own := ranks[rank].period.gpu_individual) is None else own for rank in order
         ],
     )
 
@@ -130,7 +127,7 @@ def _relative(times: Sequence[float]) -> list[float]:
     if any(math.isnan(time) for time in times):
         return [math.nan] * len(times)
     fastest = min(times)
-    return [min(fastest / time, 1.0) if time > 0 else 1.0 for time in times]
+    return [score(fastest, time) for time in times]
 
 
 def _relative_of_gpus(
@@ -142,7 +139,6 @@ def _relative_of_gpus(
         if len(of_ranks) == len(order):
             fastest = min(time.median_us for time in of_ranks.values())
             for rank, time in of_ranks.items():
-                score = min(fastest / time.median_us, 1.0) if time.median_us > 0 else 1.0
-                weighed[rank] += time.total_us * score
+                weighed[rank] += time.total_us * score(fastest, time.median_us)
                 total[rank] += time.total_us
     return {rank: weighed[rank] / total[rank] for rank in total if total[rank] > 0}

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
+
+COLLECTIVE = "ncclDev"
+"""In the names of kernels that wait for other ranks: their time says nothing of this one."""
+
+
+def score(reference: float, own: float) -> float:
+    """Return how close a time is to the reference, from 0 to 1; one of 0 is as good as any.
+
+    NaN: one of them is missing.
+    """
+    if own > 0:
+        return min(reference / own, 1.0)
+    return 1.0 if own == 0 and not math.isnan(reference) else math.nan
 
 
 class Kernel(NamedTuple):

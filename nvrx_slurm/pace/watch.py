@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
-from nvrx_slurm.pace.measured import Kernel, KernelTime, Measured
+from nvrx_slurm.pace.measured import Kernel, KernelTime, Measured, score
 from nvrx_slurm.pace.verdict import GPU_KERNELS, KernelLoss, StragglerVerdict
 
 _K = TypeVar("_K", bound=Hashable)
@@ -114,13 +114,13 @@ class Watch:
                 sigma = _MAD_TO_SIGMA * _median(abs(value - middle) for value in column.times.values())
                 limit = max(middle / self._threshold, middle + self._deviations * sigma)
                 for rank, value in column.times.items():
-                    score = min(middle / value, 1.0) if value > 0 else 1.0
+                    own = score(middle, value)
                     known = scores.get(rank)
-                    if known is None or score < known.score:
-                        scores[rank] = RankScore(score, section)
+                    if known is None or own < known.score:
+                        scores[rank] = RankScore(own, section)
                     if value > limit and (value - middle) * column.passages >= column.negligible:
                         lost_ms = (value - middle) * column.passages
-                        slow[report.rank_to_node[rank], rank, section] = _Slow(score, lost_ms, ranks)
+                        slow[report.rank_to_node[rank], rank, section] = _Slow(own, lost_ms, ranks)
         verdicts = [
             _verdict(report, key, slow[key], reports, self._slow.of)
             for key, reports in self._slow.note(slow).items()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from nvrx_slurm.straggler.scores import NCCL_KERNEL
+from nvrx_slurm.pace.measured import COLLECTIVE
 from nvrx_slurm.straggler.statistic import Statistic, Summary
 
 
 def mean_wait_us(kernels: Mapping[str, Summary]) -> float:
     """Return the mean time of a NCCL kernel of one rank in one period; NaN without one."""
-    waits = [times for name, times in kernels.items() if NCCL_KERNEL in name]
+    waits = [times for name, times in kernels.items() if COLLECTIVE in name]
     count = sum(times[Statistic.NUM] for times in waits)
     total = sum(times[Statistic.NUM] * times[Statistic.AVG] for times in waits)
     return total / count if count else math.nan

@@ -139,8 +139,8 @@ class Detector:
         if exchange not in ("auto", "torch"):
             raise ValueError(f"exchange is {exchange!r}: 'auto' or 'torch' is accepted")
         scores = _scores(scores_to_compute)
-        channel = PaceChannel.open()
         gpu = find_gpu_times()
+        channel = PaceChannel.open()
         cls._running = _Running(
             sections=Sections(profiling_interval, gpu),
             gpu=gpu,

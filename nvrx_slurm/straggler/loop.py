@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from statistics import median
 
 from nvrx_slurm.pace import Recent, Watch
+from nvrx_slurm.pace.exchange import printable
 from nvrx_slurm.straggler.detector import Detector
 from nvrx_slurm.straggler.report import Report
 from nvrx_slurm.straggler.reporting import INDIVIDUAL, RELATIVE
@@ -124,7 +125,7 @@ class StragglerDetection:
         for verdict in self._watch.add(report):
             self._log.warning(
                 "rank %d on %s is slow for good: %s takes %.3g ms longer than elsewhere, %d of %d reports",
-                *(verdict.rank, verdict.node, verdict.section, verdict.lost_ms),
+                *(verdict.rank, verdict.node, printable(verdict.section), verdict.lost_ms),
                 *(verdict.reports, verdict.of_reports),
             )
         return bool(self._recent.note(slow))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from hashlib import blake2b
 
 import torch
 
@@ -57,8 +58,7 @@ class ReportGenerator:
             ExchangeError: another rank did not take part. What was learnt of this one is not lost.
         """
         begun = time.perf_counter()
-        kernels_of_its_own = own_kernels(kernels)
-        section_medians, kernel_medians = medians(sections), medians(kernels_of_its_own)
+        section_medians = medians(sections)
         individual_sections, individual_gpu = self.individual(sections, kernels)
         relative_sections: dict[str, float] = {}
         relative_gpu = math.nan
@@ -66,18 +66,19 @@ class ReportGenerator:
             self._tell_nodes(exchange)
             self._sections.agree(sections, exchange)
         if RELATIVE in self._scores:
-            self._kernels.agree(kernels_of_its_own, exchange)
+            hashed = {_short(name): summary for name, summary in own_kernels(kernels).items()}
+            self._kernels.agree(hashed, exchange)
             fastest = exchange.smallest(
                 torch.cat(
                     (
                         self._sections.row(section_medians, _ABSENT),
-                        self._kernels.row(kernel_medians, _ABSENT),
+                        self._kernels.row(medians(hashed), _ABSENT),
                     )
                 )
             )
             count = len(self._sections)
             relative_sections = section_scores(_references(self._sections, fastest[:count]), sections)
-            relative_gpu = gpu_score(_references(self._kernels, fastest[count:]), kernels_of_its_own)
+            relative_gpu = gpu_score(_references(self._kernels, fastest[count:]), hashed)
         rows = self._rows(
             exchange,
             (relative_gpu, individual_gpu, mean_wait_us(kernels)),
@@ -153,6 +154,11 @@ class ReportGenerator:
             block = zip(self._sections, columns[first : first + count], strict=True)
             of_sections.append({name: dict(zip(ranks, column, strict=True)) for name, column in block})
         return of_gpu, of_sections
+
+
+def _short(kernel: str) -> str:
+    """Return what stands for a kernel among ranks: mangled names are long, and nobody reads them there."""
+    return blake2b(kernel.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
 def _references(names: Names, fastest: torch.Tensor) -> dict[str, float]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from nvrx_slurm.pace.measured import COLLECTIVE, score
 from nvrx_slurm.pace.names import MOST_NAMES
 from nvrx_slurm.straggler.statistic import Statistic, Summary
-
-NCCL_KERNEL = "ncclDev"
-"""Kernels that wait for other ranks: their time says nothing of this one."""
 
 
 def medians(summaries: Mapping[str, Summary]) -> dict[str, float]:
@@ -23,14 +21,7 @@ def medians(summaries: Mapping[str, Summary]) -> dict[str, float]:
 
 def own_kernels(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
     """Return those that do not wait for other ranks."""
-    return {name: summary for name, summary in summaries.items() if NCCL_KERNEL not in name}
-
-
-def score(reference: float, median: float) -> float:
-    """Return how close ``median`` is to the best; NaN without a reference. A time of 0 is as good as any."""
-    if math.isnan(reference) or math.isnan(median):
-        return math.nan
-    return min(reference / median, 1.0) if median > 0 else 1.0
+    return {name: summary for name, summary in summaries.items() if COLLECTIVE not in name}
 
 
 def section_scores(reference: Mapping[str, float], own: Mapping[str, Summary]) -> dict[str, float]:

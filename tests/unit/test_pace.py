@@ -30,6 +30,7 @@ from nvrx_slurm.pace.exchange import (
     renumbered,
 )
 from nvrx_slurm.pace.job import AllRanks, JobPace, RankPeriod
+from nvrx_slurm.pace.measured import score
 from nvrx_slurm.pace.names import MOST_NAMES, HeardNames, ToldNames
 from nvrx_slurm.wire import rank_channel
 from nvrx_slurm.wire.page import PAGE_VARIABLE
@@ -91,6 +92,17 @@ def test_a_rank_without_the_section_leaves_nobody_compared_and_breaks_nothing() 
     outcome = JobPace().judge(told)
     assert all(map(math.isnan, outcome.scores.relative[0]))
     assert set(outcome.judgement.scores) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("reference", "own", "expected"),
+    [
+        *((1.0, 2.0, 0.5), (2.0, 1.0, 1.0), (0.0, 0.0, 1.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0)),
+        *((math.nan, 1.0, math.nan), (math.nan, 0.0, math.nan), (1.0, math.nan, math.nan)),
+    ],
+)
+def test_a_score_is_the_reference_over_the_own_time(reference: float, own: float, expected: float) -> None:
+    assert score(reference, own) == pytest.approx(expected, nan_ok=True)
 
 
 def test_an_empty_period_of_all_is_no_fault() -> None:

@@ -216,6 +216,21 @@ def test_names_travel_only_when_one_is_new() -> None:
     assert sent == [2, 0, 1, 0], "nodes and names at first"
 
 
+def test_kernels_travel_as_short_hashes() -> None:
+    """Names are the most of a first report: 300 bytes for each, of every rank to every other."""
+    ranks = Ranks(2)
+    told: list[str] = []
+    swap = ranks.meeting.swap
+    ranks.meeting.swap = lambda rank, value: (  # type: ignore[method-assign]
+        told.extend(value if isinstance(value, list) else []) or swap(rank, value)
+    )
+    report = ranks.report_of_all(
+        [{"step": [1.0]}] * 2, [{"_ZN2at6native" * 25: [time]} for time in (1.0, 2.0)]
+    )
+    assert report.gpu_relative_perf_scores == {0: 1.0, 1: 0.5}
+    assert {len(word) for word in told} == {len("n0"), len("step"), 16}
+
+
 def test_a_score_that_was_not_asked_for_is_empty() -> None:
     report = Ranks(2, scores=frozenset({"individual_perf_scores"})).report_of_all(
         [{"a": [1.0]}, {"a": [2.0]}]
