@@ -6,6 +6,7 @@ ranks that the Coordinator has compared itself, when it was slow in every one of
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 
@@ -23,6 +24,14 @@ _MOST_TOLD = 16
 """Verdicts of one report."""
 
 
+class _Kept(enum.Enum):
+    """Why a node stays; each is told of it once, whatever the numbers beside it."""
+
+    WORK = enum.auto()
+    COMMON_CAUSE = enum.auto()
+    NO_ROOM = enum.auto()
+
+
 class SlowRanks:
     """Which nodes should leave because a rank of theirs is slow."""
 
@@ -34,7 +43,7 @@ class SlowRanks:
         """The ranks that the last report names, and their nodes."""
         self._left: dict[int, str] = {}
         """The node that has left because of each rank: who is slow elsewhere, too, has more to do."""
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, _Kept]] = set()
 
     def judged(
         self, verdicts: Sequence[StragglerVerdict], nodes: Collection[str]
@@ -52,13 +61,13 @@ class SlowRanks:
                 continue
             if (before := self._left.get(verdict.rank, verdict.node)) != verdict.node:
                 why = f"rank {verdict.rank} was slow on {before}, too, so the cause is its work, not the node"
-                kept += self._tell_once([verdict.node], why)
+                kept += self._tell_once([verdict.node], _Kept.WORK, why)
                 continue
             certain.setdefault(verdict.node, verdict)
         slow = set(self._slow.values())
         if certain and len(slow) > 1 and len(slow) * _COMMON_CAUSE >= len(nodes):
             why = f"{len(slow)} of {len(nodes)} nodes are slow at once, so the cause is not the node"
-            return kept + self._tell_once(certain, why)
+            return kept + self._tell_once(certain, _Kept.COMMON_CAUSE, why)
         self._leaving = certain
         return kept
 
@@ -69,7 +78,7 @@ class SlowRanks:
 
     def stays(self, why: str) -> list[journal.StragglerKept]:
         """Return of which nodes to tell that they stay until the next restart."""
-        return self._tell_once(self._leaving, why)
+        return self._tell_once(self._leaving, _Kept.NO_ROOM, why)
 
     def leave(self, spares: int) -> dict[str, str]:
         """Return the nodes that leave now that all ranks have stopped, and why: as many as have a spare."""
@@ -79,9 +88,9 @@ class SlowRanks:
         self._left |= {rank: node for rank, node in self._slow.items() if node in left}
         return {verdict.node: f"rank {verdict.rank} is slow: {slow_clause(verdict)}" for verdict in worst}
 
-    def _tell_once(self, nodes: Collection[str], why: str) -> list[journal.StragglerKept]:
-        new = [node for node in nodes if (node, why) not in self._told]
-        self._told.update((node, why) for node in new)
+    def _tell_once(self, nodes: Collection[str], kind: _Kept, why: str) -> list[journal.StragglerKept]:
+        new = [node for node in nodes if (node, kind) not in self._told]
+        self._told.update((node, kind) for node in new)
         return [journal.StragglerKept(node=node, why=why) for node in new]
 
 

@@ -13,7 +13,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
-        self._useless_at_end: list[asyncio.Task[None]] = []
+        self._useless_at_end: set[asyncio.Task[None]] = set()
 
     def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run it; :meth:`finish` waits for it."""
@@ -21,11 +21,14 @@ class Tasks:
 
     def spawn_until_end(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run it; its result is of no use once the job has ended."""
-        self._useless_at_end.append(self._spawn(coroutine))
+        task = self._spawn(coroutine)
+        self._useless_at_end.add(task)
+        # Not kept: there is one for each report on the ranks' pace, for weeks.
+        task.add_done_callback(self._useless_at_end.discard)
 
     async def finish(self, timeout_s: float) -> None:
         """Cancel what is of no use any more, and wait for the rest."""
-        for task in self._useless_at_end:
+        for task in list(self._useless_at_end):
             task.cancel()
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)

@@ -6,7 +6,6 @@ Names travel once; a period then has numbers only. Little is kept: :data:`MOST_S
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TypeVar
@@ -18,6 +17,8 @@ MOST_KERNELS = 64
 MOST_CHARACTERS = 200
 """Of a name; of a longer one the rest is a hash."""
 _MOST_COUNT = 2**31
+_LONGEST = 1e15
+"""Milliseconds, or microseconds: what is made of a time must be a number, too."""
 _Time = TypeVar("_Time", "SectionTime", "KernelSum")
 
 
@@ -130,7 +131,7 @@ def is_period(period: Period) -> bool:
 
 
 def _are_times(*values: float) -> bool:
-    return all(0 <= value < math.inf for value in values)
+    return all(0 <= value <= _LONGEST for value in values)
 
 
 def _is_score(value: float | None) -> bool:

@@ -131,7 +131,7 @@ class Sections:
                 continue
             section.idle_periods += 1
             if section.idle_periods == _IDLE_PERIODS:
-                del self._sections[name]
+                self._sections.pop(name, None)
         return found
 
     def leave_gpu(self) -> None:

@@ -109,6 +109,12 @@ def test_many_slow_nodes_at_once_are_not_the_nodes_fault() -> None:
     assert excluded(it.fails()) == []
 
 
+def test_why_a_node_stays_is_told_once_whatever_the_numbers() -> None:
+    it = judged(job(active=8, spares=2), slow(2), slow(3))
+    judged(judged(it, slow(2), slow(3), slow(4)), slow(2), slow(3))
+    assert [node for node, _ in kept(it)] == ["n2", "n3", "n4"]
+
+
 def test_who_is_not_sure_to_be_slow_yet_counts_among_many() -> None:
     """What makes several nodes slow does not reach all of them in the same report."""
     it = judged(job(active=8, spares=2), slow(2), slow(3, reports=2))

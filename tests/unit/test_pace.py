@@ -228,6 +228,7 @@ def test_numbers_that_nobody_knows_are_left_out() -> None:
         Period(0, [SectionTime(-1, 1.0, 1, None)], []),
         Period(0, [SectionTime(0, 1.0, 1, 1.5)], []),
         Period(0, [], [KernelSum(0, math.inf, 1.0)]),
+        Period(0, [SectionTime(0, 1e300, 1, None)], []),
         Period(-1, [], []),
         Period(0, [], [], gpu="a\nb"),
         Period(0, [SectionTime(0, 1.0, 1, None)] * (MOST_SECTIONS + 1), []),
