@@ -23,6 +23,7 @@ from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import FileInfo, RemoteFolder, folder_at
 from nvrx_slurm.checkpointing.storage.objects import read_object
 
+_UNFINISHED = "no .metadata: its writer has not finished"
 _FILE_SUFFIXES = (".pt", ".pth", ".ckpt")
 
 
@@ -298,7 +299,8 @@ def _look_into(path: Path | str) -> Checkpoint:
     files = folder_at(path).files()
     size = sum(each.size for each in files.values())
     if manifest.METADATA not in files:
-        why = "no .metadata: its writer has not finished"
+        is_written = isinstance(path, Path) and manifest.unfinished(path)
+        why = "all is written: whoever loads it commits it" if is_written else _UNFINISHED
         modified = max((each.modified for each in files.values()), default=0.0)
         return Checkpoint(path, Kind.DIRECTORY, State.TORN, size, modified, why)
     found = Checkpoint(path, Kind.DIRECTORY, State.COMMITTED, size, files[manifest.METADATA].modified)

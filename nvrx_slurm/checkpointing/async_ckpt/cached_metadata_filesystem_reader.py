@@ -6,19 +6,17 @@ import contextlib
 import dataclasses
 import io
 import os
-import pickle
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import StorageMeta
 
+from nvrx_slurm.checkpointing.async_ckpt.metadata_pickle import unpickle
+from nvrx_slurm.checkpointing.async_ckpt.roll_forward import finish_abandoned_save
 from nvrx_slurm.checkpointing.async_ckpt.verified_read import Wanted, read_file
 from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.checksums import Region, checksum, verify_content
@@ -26,17 +24,6 @@ from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.manifest import METADATA
 from nvrx_slurm.checkpointing.storage.objects import absolute, is_url, read_object
-
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
-_PLAIN = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("builtins", "set"),
-    ("collections", "OrderedDict"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-}
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
@@ -61,6 +48,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
     def _turn_to(self, path: str | os.PathLike[str]) -> None:
         self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path).absolute()
         self.path = self.folder
+        self._identity = 0
+        """Checksum of the metadata that was read."""
         self.fs = _Objects(verify=self._verify) if isinstance(self.folder, str) else FileSystem()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -75,23 +64,25 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
         return is_url(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the metadata of the checkpoint.
+        """Return the metadata of the checkpoint; a newer one that ranks have left is committed before.
 
         Raises:
             CorruptCheckpointError: it is not the one that was committed, can't be unpickled, or names what
                 has no place in it.
             OSError: it can't be read; without it there is no checkpoint.
         """
+        if isinstance(self.folder, Path):
+            finish_abandoned_save(self.folder)
         path = folder_at(self.folder).where(METADATA)
         content = folder_at(self.folder).read(METADATA)
-        identity = checksum(content)
+        identity = self._identity = checksum(content)
         known = self._cache.get(str(path))
         if self._cache_metadata and known is not None and known[0] == identity:
             metadata = known[1]
         else:
             if self._verify:
                 manifest.read(self.folder)
-            metadata = _unpickle(path, io.BytesIO(content))
+            metadata = unpickle(path, io.BytesIO(content))
         if self._cache_metadata:
             self._cache[str(path)] = identity, metadata
         if metadata.storage_meta is None:
@@ -106,6 +97,21 @@ class CachedMetadataFileSystemReader(FileSystemReader):  # type: ignore[misc]
             cls._cache.clear()
         else:
             cls._cache.pop(str(folder_at(absolute(path)).where(METADATA)), None)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Say which checkpoint this rank has found."""
+        return dataclasses.replace(plan, storage_data=self._identity)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """See whether all ranks have found the same.
+
+        Raises:
+            CorruptCheckpointError: another one was committed while they looked.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            why = "it was replaced while ranks began to read it, and they have found different checkpoints"
+            raise CorruptCheckpointError(self.folder, why)
+        return plans
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read what this rank wants.
@@ -159,45 +165,3 @@ def _read(path: Path, parts: list[Wanted], planner: Any) -> bool:
         return read_file(path, parts, planner)
     except FileNotFoundError:
         raise CorruptCheckpointError(path, "the file is missing") from None
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of metadata, and no functions that a hostile pickle could call."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        if module in _MODULES and "." not in name:  # a dot would lead through what the module has imported
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype) or found is torch.Size:
-                return found
-        found = _of_the_program(module, name)
-        if found is not None:
-            return found
-        raise pickle.UnpicklingError(
-            f"{module}.{name} has no place in a checkpoint's metadata; name it by "
-            "torch.serialization.add_safe_globals if you trust it, and import it before"
-        )
-
-
-def _of_the_program(module: str, name: str) -> Any:
-    """Return a class of a planner of the user's: derived from torch's for metadata, or said to be safe."""
-    found = getattr(sys.modules.get(module), name, None)  # nothing is imported because a file says so
-    if isinstance(found, type) and issubclass(found, (Metadata, SavePlan)) and found.__module__ == module:
-        return found
-    for each in torch.serialization.get_safe_globals():
-        known, as_name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        if as_name == f"{module}.{name}":
-            return known
-    return None
-
-
-def _unpickle(path: Path | str, file: Any) -> Any:
-    try:
-        return _MetadataUnpickler(file).load()
-    except Exception as error:  # whatever a damaged pickle runs into
-        raise CorruptCheckpointError(path, f"it can't be read: {error or 'it is cut off'}") from None

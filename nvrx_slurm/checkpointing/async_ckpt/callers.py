@@ -132,7 +132,7 @@ class PersistentAsyncCaller(AsyncCaller):
 
     def let_go(self) -> None:
         if self._current is not None:
-            self._current.close()
+            self._current.let_go()
 
     def adopt(self, other: PersistentAsyncCaller) -> None:
         """Take the worker of another caller, which has no requests."""

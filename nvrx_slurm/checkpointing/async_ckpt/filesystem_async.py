@@ -24,12 +24,14 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nvrx_slurm.checkpointing.async_ckpt.file_writes import FileWrites
-from nvrx_slurm.checkpointing.storage import manifest
+from nvrx_slurm.checkpointing.async_ckpt.roll_forward import pieces_of
+from nvrx_slurm.checkpointing.storage import manifest, pending
 from nvrx_slurm.checkpointing.storage.bundle import Bundle
 from nvrx_slurm.checkpointing.storage.durable import make_directory
 from nvrx_slurm.checkpointing.storage.folders import folder_at
-from nvrx_slurm.checkpointing.storage.layout import FileImage, lay_out
+from nvrx_slurm.checkpointing.storage.layout import FileImage, Literal, lay_out
 from nvrx_slurm.checkpointing.storage.objects import is_url
+from nvrx_slurm.checkpointing.storage.pending import SaveId
 from nvrx_slurm.checkpointing.storage.torch_internals import require
 
 _wrap_exception = require("torch.distributed.checkpoint.api", "_wrap_exception")
@@ -111,6 +113,9 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         self._writes: FileWrites | None = None
         self._results: list[_Written] = []
         self._failure: BaseException | None = None
+        self._save: SaveId | None = None
+        self._metadata: Any = None
+        self._sequence = 0
 
     def _turn_to(self, path: str | os.PathLike[str]) -> None:
         self.folder: Path | str = os.fspath(path) if is_url(path) else Path(path)
@@ -139,6 +144,15 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         """Name this rank's files as the coordinator would."""
         return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self.rank}_"))
 
+    def announce(self, save: SaveId, metadata: Any) -> None:
+        """Say which save this is, before its files are laid out: it can be committed without its ranks then.
+
+        Args:
+            metadata: on the coordinator, else None. Unchanged from save to save it is pickled only once.
+        """
+        if isinstance(self.folder, Path):
+            self._save, self._metadata = save, metadata
+
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         """Lay this rank's files out. What goes wrong is an error of the save, for all ranks."""
         try:
@@ -154,11 +168,25 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         for number, (group, items) in enumerate(self._buckets(plan.items)):
             name = f"{group}{plan.storage_data.prefix}{number}{generation}{manifest.DATA_SUFFIX}"
             bundle = Bundle()
-            for item in items:
-                written = _add(bundle, item, planner.resolve_data(item), name)
-                self._results.append(_Written(**vars(written), mark=bundle.mark))
-            files.append((folder_at(self.folder).where(name), bundle.image()))
+            written = [_add(bundle, item, planner.resolve_data(item), name) for item in items]
+            self._results += [_Written(**vars(each), mark=bundle.mark) for each in written]
+            files.append((folder_at(self.folder).where(name), bundle.image(self._note(written))))
+        if self._save is not None and self._metadata is not None:
+            files.append(self._plan(self._save))
         return FileWrites(files, when_failed=self._note_failure) if files else None
+
+    def _note(self, written: list[WriteResult]) -> bytes:
+        if self._save is None:
+            return b""
+        places = pickle.dumps([(each.index, each.storage_data) for each in written])
+        return pending.encode_note(pending.Note(self._save, len(written), places))
+
+    def _plan(self, save: SaveId) -> tuple[Path | str, FileImage]:
+        self._sequence = _next_sequence(Path(self.folder))
+        pickled, pieces = _pickled(self._metadata)
+        name, content = pending.encode_plan(pending.Plan(save, self._sequence, pieces, pickled))
+        image = FileImage(len(content), (Literal(0, content),), (), None)
+        return folder_at(self.folder).where(name), image
 
     def _buckets(self, items: list[Any]) -> Iterable[tuple[str, list[Any]]]:
         hint = self._separation_hint
@@ -200,13 +228,32 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         metadata.storage_data = {each.index: each.storage_data for rank in results for each in rank}
         metadata.storage_meta = self.storage_meta()
         marks = {each.storage_data.relative_path: each.mark for rank in results for each in rank}
-        manifest.commit(self.folder, pickle.dumps(metadata), marks)
+        manifest.commit(self.folder, pickle.dumps(metadata), marks, self._save, self._sequence)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):  # type: ignore[misc]
     mark: str
     """Of the file that it is in."""
+
+
+_sequences: dict[Path, int] = {}
+_last_pickled: tuple[Any, bytes, int] = (None, b"", 0)
+
+
+def _next_sequence(folder: Path) -> int:
+    """Count the saves into a directory, on from what is there."""
+    known = _sequences.get(folder.absolute())
+    _sequences[folder.absolute()] = manifest.next_sequence(folder) if known is None else known + 1
+    return _sequences[folder.absolute()]
+
+
+def _pickled(metadata: Any) -> tuple[bytes, int]:
+    """Return metadata as bytes, and of how many pieces it tells."""
+    global _last_pickled
+    if _last_pickled[0] is not metadata:
+        _last_pickled = metadata, pickle.dumps(metadata), len(pieces_of(metadata))
+    return _last_pickled[1:]
 
 
 def split_evenly(items: list[Any], bins: int) -> list[list[Any]]:

@@ -48,6 +48,10 @@ class Copied(msgspec.Struct, frozen=True, tag=True):
     """… the snapshot has failed, and so has the task."""
 
 
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """The trainer wants nothing more, and goes on without this worker; without this it has ended."""
+
+
 class Result(msgspec.Struct, frozen=True):
     """What came of a task."""
 

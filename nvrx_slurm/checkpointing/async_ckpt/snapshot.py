@@ -111,6 +111,7 @@ class Snapshot:
         self._end = max((base + image.size for base, image in images), default=0)
         self._error: Exception | None = None
         self._judged = False
+        self._told = threading.Event()
         self._tensors = [tensor for _, image in images for tensor in image.tensors]
         self._versions = [_version(tensor) for tensor in self._tensors]
         self._samples: list[_Samples] = []
@@ -251,11 +252,16 @@ class Snapshot:
     def _finish(self) -> None:
         self._judge()
         with self._changed:
-            if self.is_copied:
-                return
+            is_told = self.is_copied
             self.is_copied = True
             self._tensors, self._versions, self._samples, self._images = [], [], [], ()
-        self._listener.ended(self._error)
+        if is_told:  # by another thread: who goes on from here may count on it, even to be killed at once
+            self._told.wait()
+            return
+        try:
+            self._listener.ended(self._error)
+        finally:
+            self._told.set()
 
 
 class _Copier:
@@ -307,8 +313,7 @@ def ensure_snapshotted() -> None:
     calling thread copies, too. On a GPU nobody waits: the current stream does.
     """
     for snapshot in _Copier.pending():
-        if not snapshot.is_copied:
-            snapshot.guard()
+        snapshot.guard()
 
 
 def _ensure_copied(storage: Any) -> None:

@@ -2,7 +2,8 @@
 
 A task whose snapshot is complete is finished when the trainer is gone, within :func:`grace_s`. Files get
 their names only when they are whole, so being killed instead does no harm. A trainer's agent spares this
-process for as long when it stops the trainer (``agent/worker_server.py``).
+process for as long when it stops the trainer (``agent/worker_server.py``). The last of the ranks' workers
+commits what all of them have written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,9 +30,11 @@ from typing import Any
 import msgspec
 
 from nvrx_slurm import linux
-from nvrx_slurm.checkpointing.async_ckpt.messages import Copied, Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.messages import Copied, Dismissed, Result, Task, receive, send
 from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
+from nvrx_slurm.checkpointing.storage import manifest, pending
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
+from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.filling import AbandonedError, Filling
 from nvrx_slurm.checkpointing.storage.image import ImageSpec, write_image
 from nvrx_slurm.checkpointing.storage.objects import is_url
@@ -39,6 +43,7 @@ from nvrx_slurm.wire import checkpoint_writer
 
 _MOST_WRITERS = 16
 _WRITES_AT_ONCE = 4
+_FOLDERS = 8
 _PAUSES_S = (1.0, 4.0, 15.0)
 _PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EINTR)
 _ERROR_LENGTH = 16_000
@@ -91,6 +96,10 @@ class _Worker:
         self._swept: set[Path] = set()
         self._fillings: dict[int, Filling] = {}
         self._ending = False
+        self._is_dismissed = False
+        self._plans = pending.Holder()
+        self._folders: deque[Path] = deque(maxlen=_FOLDERS)
+        """Where files have been written last."""
 
     def serve(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
@@ -102,6 +111,17 @@ class _Worker:
             del self._fillings[task.number]
             for key in task.dropped:
                 self._drop(key)
+        if not self._is_dismissed:
+            self._commit_for_the_ranks()
+
+    def _commit_for_the_ranks(self) -> None:
+        """Commit what all ranks' workers have written, if this one is the last: nobody else does it now."""
+        for folder in dict.fromkeys(self._folders):
+            with contextlib.suppress(CorruptCheckpointError, OSError):
+                if manifest.unfinished(folder):
+                    from nvrx_slurm.checkpointing.async_ckpt.roll_forward import finish_written_save
+
+                    finish_written_save(folder)
 
     def end_soon(self) -> None:
         """End after the tasks that are here, and in any case soon."""
@@ -117,11 +137,14 @@ class _Worker:
         try:
             with contextlib.suppress(EOFError), self._trainer_fd() as trainer:
                 while self._socket in select.select([self._socket, trainer], [], [])[0]:
-                    message, fd = receive(self._socket, Task | Copied)
-                    if isinstance(message, Task):
-                        self._take(message, fd)
-                    else:
-                        self._note(message)
+                    message, fd = receive(self._socket, Task | Copied | Dismissed)
+                    match message:
+                        case Task():
+                            self._take(message, fd)
+                        case Copied():
+                            self._note(message)
+                        case Dismissed():
+                            self._is_dismissed = True
         finally:
             for filling in list(self._fillings.values()):
                 filling.fail("the trainer has ended before everything was copied")
@@ -182,6 +205,7 @@ class _Worker:
             with contextlib.suppress(OSError):
                 remove_leftovers(folder)
                 self._swept.add(folder)
+        self._folders.extend(Path(spec.path).parent for spec in specs if not is_url(spec.path))
         view = memoryview(memory)
         try:
             at_once = max(1, _WRITES_AT_ONCE // max(1, len(specs)))
@@ -191,5 +215,7 @@ class _Worker:
             with ThreadPoolExecutor(min(max(1, len(specs)), _MOST_WRITERS)) as pool:
                 for done in [pool.submit(patiently, write) for write in writes]:
                     done.result()
+            for spec in specs:
+                self._plans.hold(Path(spec.path))
         finally:
             view.release()

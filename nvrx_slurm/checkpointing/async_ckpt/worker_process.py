@@ -20,7 +20,15 @@ import msgspec
 
 from nvrx_slurm import interpreter
 from nvrx_slurm.checkpointing.async_ckpt.arena import ArenaPool
-from nvrx_slurm.checkpointing.async_ckpt.messages import CallWorld, Copied, Result, Task, receive, send
+from nvrx_slurm.checkpointing.async_ckpt.messages import (
+    CallWorld,
+    Copied,
+    Dismissed,
+    Result,
+    Task,
+    receive,
+    send,
+)
 from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
 from nvrx_slurm.checkpointing.async_ckpt.stall import StallWatch
@@ -171,6 +179,7 @@ class WorkerProcess:
         self._handed: dict[int, _Handed] = {}
         self._copying: set[int] = set()
         self._closing = False
+        self._is_dismissed = False
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self.is_alive = True
@@ -197,7 +206,6 @@ class WorkerProcess:
         specs, placed, end = [], [], 0
         for path, image in images:
             regions = tuple(hole.region for hole in image.holes)
-            assert image.table is not None
             specs.append(ImageSpec(path, end, image.size, regions, image.table))
             placed.append((end, image))
             end += aligned(image.size)
@@ -320,6 +328,11 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Let the worker finish what it has, or will have been copied, and end; returns at once."""
+        self._is_dismissed = True
+        self.let_go()
+
+    def let_go(self) -> None:
+        """As :meth:`close`; what nobody finalizes any more the worker commits, if all ranks have written."""
         with self._lock:
             self._closing = True
         self._shut_down_if_closing()
@@ -328,7 +341,9 @@ class WorkerProcess:
         with self._lock:
             is_over = self._closing and not self._copying
         if is_over:
-            with contextlib.suppress(OSError):
+            with self._sending, contextlib.suppress(OSError):
+                if self._is_dismissed:
+                    send(self._socket, Dismissed())
                 self._socket.shutdown(socket.SHUT_WR)
 
     def join(self) -> None:

@@ -37,10 +37,11 @@ class Bundle:
         self._tensors += image.tensors
         return place
 
-    def image(self) -> FileImage:
-        """Return the whole file."""
-        mark = Literal(self._end, bytes.fromhex(self.mark))
-        table = Region(self._end + MARK_SIZE, table_size(len(self._holes)))
+    def image(self, note: bytes = b"") -> FileImage:
+        """Return the whole file; ``note`` stands before its mark."""
+        end = self._end + len(note)
+        mark = Literal(self._end, note + bytes.fromhex(self.mark))
+        table = Region(end + MARK_SIZE, table_size(len(self._holes)))
         trailer = Literal(table.end, encode_trailer(table.length))
         size = table.end + len(trailer.data)
         literals = (*self._literals, mark, trailer)

@@ -77,8 +77,8 @@ def encode_trailer(table: int) -> bytes:
     return _TRAILER.pack(_TRAILER_MAGIC, table)
 
 
-def read_mark(size: int, read: Callable[[int, int], bytes]) -> str | None:
-    """Return the mark of a file, None: it has none where it would be.
+def mark_offset(size: int, read: Callable[[int, int], bytes]) -> int | None:
+    """Return where the mark of a file stands, None: it has none.
 
     Args:
         size: of the file.
@@ -88,8 +88,14 @@ def read_mark(size: int, read: Callable[[int, int], bytes]) -> str | None:
     if end < 0:
         return None
     magic, table = _TRAILER.unpack(read(end, size))
-    start = end - table - MARK_SIZE
-    return read(start, start + MARK_SIZE).hex() if magic == _TRAILER_MAGIC and start >= 0 else None
+    start = int(end - table - MARK_SIZE)
+    return start if magic == _TRAILER_MAGIC and start >= 0 else None
+
+
+def read_mark(size: int, read: Callable[[int, int], bytes]) -> str | None:
+    """Return the mark of a file, None: it has none where it would be; arguments as :func:`mark_offset`'s."""
+    start = mark_offset(size, read)
+    return None if start is None else read(start, start + MARK_SIZE).hex()
 
 
 def encode_table(regions: Sequence[Region], sums: Sequence[int], rest: int) -> bytes:

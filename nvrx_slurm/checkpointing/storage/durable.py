@@ -101,6 +101,29 @@ def sync_directory(folder: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Let no other process be in this context with this directory, where its file system has locks.
+
+    Raises:
+        OSError: nothing can be written to the directory.
+    """
+    path = folder / f".commit{_MARK}lock"  # a leftover, if its owner is killed
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            break
+        os.close(fd)  # its former owner has removed it
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(fd)
+
+
 def make_directory(folder: Path | str) -> None:
     """Make a directory and what is missing above it, for its owner only, durably."""
     folder = Path(folder)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from nvrx_slurm.checkpointing.storage import objects
-from nvrx_slurm.checkpointing.storage.durable import remove_leftovers, write_bytes
+from nvrx_slurm.checkpointing.storage.durable import locked, remove_leftovers, write_bytes
 from nvrx_slurm.regular_file import open_regular
 
 
@@ -49,6 +50,9 @@ class Folder(Protocol):
 
     def remove_leftovers(self) -> None:
         """Remove what killed writers have left."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Return a context that only one process is in at a time, where there are locks."""
 
 
 def folder_at(where: Path | str) -> Folder:
@@ -95,6 +99,9 @@ class LocalFolder:
 
     def remove_leftovers(self) -> None:
         remove_leftovers(self._path)
+
+    def locked(self) -> AbstractContextManager[None]:
+        return locked(self._path)
 
 
 class RemoteFolder:
@@ -152,3 +159,7 @@ class RemoteFolder:
 
     def remove_leftovers(self) -> None:
         """There are none that can be seen."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """There are no locks."""
+        return nullcontext()

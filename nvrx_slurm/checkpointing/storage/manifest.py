@@ -17,9 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from nvrx_slurm.checkpointing.storage import pending
 from nvrx_slurm.checkpointing.storage.checksums import checksum, read_mark
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import Folder, folder_at
+from nvrx_slurm.checkpointing.storage.pending import SaveId
 
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -36,37 +38,124 @@ class Manifest(msgspec.Struct, frozen=True):
     v: int = 1
     committed: float = 0.0
     """Unix time: that of the file lies after a copy. 0: an older checkpoint."""
+    save: SaveId | None = None
+    sequence: int = 0
+    """See :class:`~.pending.Plan`; 0: it had none."""
+
+    def is_at_least(self, save: SaveId | None, sequence: int) -> bool:
+        """Whether this is that save, or one that was planned later."""
+        return save is not None and (self.save == save or self.sequence > sequence)
 
 
-def commit(folder: Path | str, metadata: bytes, marks: Mapping[str, str]) -> None:
+def commit(
+    folder: Path | str,
+    metadata: bytes,
+    marks: Mapping[str, str],
+    save: SaveId | None = None,
+    sequence: int = 0,
+) -> None:
     """Make a checkpoint of files that are durable already, in place of the one that may be there.
+
+    Without effect if it is committed already, or a newer one is.
 
     Args:
         folder: a directory, or the URL of one.
         marks: of each file, by its name.
+        save: None: it has no plan.
+        sequence: of its plan.
 
     Raises:
         CorruptCheckpointError: a file is not the one that was written; the former checkpoint still counts.
         OSError: a file is missing, or the directory takes no more; the former checkpoint still counts.
     """
     there = folder_at(folder)
-    former = None
+    with there.locked():
+        former = None
+        with contextlib.suppress(CorruptCheckpointError):
+            former = _read_manifest(there)
+        if former is not None and former.is_at_least(save, sequence):
+            return
+        files = {name: _size(there, name) for name in sorted(marks)}
+        marks = dict(sorted(marks.items()))
+        manifest = Manifest(files, marks, committed=time.time(), save=save, sequence=sequence)
+        files_are_own(folder, manifest, manifest.files, "another save has written here meanwhile")
+        own = _name(metadata)
+        there.write(own, msgspec.json.encode(manifest))
+        there.write(METADATA, metadata)
+        with contextlib.suppress(OSError):  # it is committed: what can't be removed now stays
+            _clean_up(there, manifest, own, former)
+
+
+def _clean_up(there: Folder, manifest: Manifest, own: str, former: Manifest | None) -> None:
+    if former is not None:
+        for name in former.files.keys() - manifest.files.keys():
+            there.remove(name)
+    for name in _manifests(there):
+        if name != own:
+            there.remove(name)
+    if manifest.save is not None:
+        pending.forget(there, manifest.sequence)
+        others = [n for n in there.files() if n.endswith(DATA_SUFFIX) and n not in manifest.files]
+        is_first = former is None or former.save is None or former.save.session != manifest.save.session
+        pending.remove_outdated(there, others, manifest.save, is_first=is_first)
+    there.remove_leftovers()
+
+
+def unfinished(folder: Path) -> list[tuple[pending.Plan, dict[str, pending.Note]]]:
+    """Return saves that have been written and are newer than what is committed, the newest first.
+
+    There are as many pieces as there must be; whether they are the right ones tells the metadata.
+
+    Raises:
+        CorruptCheckpointError: what is committed is damaged.
+        OSError: the directory can't be read.
+    """
+    there = folder_at(folder)
+    planned = pending.plans(there)
+    if not planned:
+        return []
+    committed = _read_manifest(there)
+    if committed is None and there.info(METADATA) is not None:
+        return []  # another writer's: it can't be told which is newer
+    found = []
+    names = [name for name in there.files() if name.endswith(DATA_SUFFIX)]
+    for plan in planned:
+        if committed is not None and committed.is_at_least(plan.save, plan.sequence):
+            continue
+        own = {name: note for name, note in pending.notes(there, names) if note.save == plan.save}
+        if sum(note.pieces for note in own.values()) >= plan.pieces:
+            found.append((plan, own))
+    return found
+
+
+def marks_of(there: Folder, names: Iterable[str]) -> dict[str, str]:
+    """Return what the files are by themselves.
+
+    Raises:
+        CorruptCheckpointError: one is missing, or none of a checkpoint.
+    """
+    marks = {}
+    for name in names:
+        info = there.info(name)
+        mark = read_mark(info.size, partial(there.read_part, name)) if info else None
+        if mark is None:
+            raise CorruptCheckpointError(there.where(name), "the file is missing")
+        marks[name] = mark
+    return marks
+
+
+def next_sequence(folder: Path) -> int:
+    """Return what no save into a directory has had.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    there = folder_at(folder)
+    known = [plan.sequence for plan in pending.plans(there)]
     with contextlib.suppress(CorruptCheckpointError):
-        former = _read_manifest(there)
-    sizes = {name: _size(there, name) for name in sorted(marks)}
-    manifest = Manifest(sizes, dict(sorted(marks.items())), committed=time.time())
-    files_are_own(folder, manifest, manifest.files, "another save has written here meanwhile")
-    own = _name(metadata)
-    there.write(own, msgspec.json.encode(manifest))
-    there.write(METADATA, metadata)
-    with contextlib.suppress(OSError):  # it is committed: what can't be removed now stays
-        if former is not None:
-            for name in former.files.keys() - manifest.files.keys():
-                there.remove(name)
-        for name in _manifests(there):
-            if name != own:
-                there.remove(name)
-        there.remove_leftovers()
+        committed = _read_manifest(there)
+        known.append(committed.sequence if committed else 0)
+    return max(known, default=0) + 1
 
 
 def is_committed(folder: Path | str) -> bool:

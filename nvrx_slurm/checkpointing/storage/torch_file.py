@@ -115,7 +115,9 @@ class _Writer:
         """
         file = self._file
         pieces: list[Literal | Hole] = sorted([*file.literals, *file.holes], key=lambda each: each.offset)
-        assert file.table is not None
+        if file.table is None:
+            yield from map(self._hashed, pieces)
+            return
         before = [piece for piece in pieces if piece.offset < file.table.offset]
         after = [piece for piece in pieces if piece.offset > file.table.offset]
         for piece in before:

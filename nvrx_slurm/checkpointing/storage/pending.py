@@ -1,0 +1,160 @@
+"""Saves into a directory that nobody has committed yet; needs no torch.
+
+Each data file ends with a note: which save it belongs to, and where its pieces lie. Beside them lies the
+save's plan: the metadata, and how many pieces make it whole. So whoever comes when the ranks are gone can
+tell that everything was written, and commit it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from nvrx_slurm.checkpointing.storage.checksums import mark_offset
+from nvrx_slurm.checkpointing.storage.folders import Folder
+from nvrx_slurm.regular_file import open_regular
+
+_END = struct.Struct("<Q8s")  # length of the note before it, magic
+_MAGIC = b"NVRXNOTE"
+_SLOTS = ("nvrx-plan-0.msgpack", "nvrx-plan-1.msgpack")
+"""Two, so that the plan of a save does not take the place of the one before, which may still be written."""
+
+
+class SaveId(msgspec.Struct, frozen=True):
+    """Names a save, the same on all ranks."""
+
+    session: str
+    """The same for all saves of one start of the training."""
+    number: int
+    """Rises from save to save."""
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a data file says of itself."""
+
+    save: SaveId
+    pieces: int
+    places: bytes
+    """Pickled pairs of torch's ``MetadataIndex`` and ``_StorageInfo``, one of each piece."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a save will be."""
+
+    save: SaveId
+    sequence: int
+    """Rises from save to save into one directory; an older save never takes the place of a newer one."""
+    pieces: int
+    """Of all ranks together."""
+    metadata: bytes
+    """Pickled, without the places of the pieces."""
+
+
+def encode_note(note: Note) -> bytes:
+    """Return what stands in a data file right before its mark."""
+    content = msgspec.msgpack.encode(note)
+    return content + _END.pack(len(content), _MAGIC)
+
+
+def encode_plan(plan: Plan) -> tuple[str, bytes]:
+    """Return name and content of the plan's file."""
+    return _SLOTS[plan.sequence % len(_SLOTS)], msgspec.msgpack.encode(plan)
+
+
+class Holder:
+    """Holds plans in the name of a trainer that will commit them itself, as long as this process lives.
+
+    Only where there are locks (flock(2)).
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[int] = deque()
+
+    def hold(self, path: Path) -> None:
+        """Hold the plan in a file, if it is one, and let the last but one go."""
+        if path.name in _SLOTS:
+            with contextlib.suppress(OSError):
+                self._held.append(open_regular(path))
+                fcntl.flock(self._held[-1], fcntl.LOCK_SH)
+            while len(self._held) > len(_SLOTS):
+                os.close(self._held.popleft())
+
+
+def is_held(folder: Path, plan: Plan) -> bool:
+    """Whether the trainer that has made a plan lives, as far as can be told; see :class:`Holder`."""
+    try:
+        fd = os.open(folder / encode_plan(plan)[0], os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def plans(folder: Folder) -> list[Plan]:
+    """Return the plans in a directory, the newest first."""
+    found = []
+    for name in _SLOTS:
+        if folder.info(name) is not None:
+            try:
+                found.append(msgspec.msgpack.decode(folder.read(name), type=Plan))
+            except (msgspec.MsgspecError, FileNotFoundError):
+                continue  # damaged, or removed by whoever has committed it
+    return sorted(found, key=lambda plan: plan.sequence, reverse=True)
+
+
+def notes(folder: Folder, names: list[str]) -> Iterator[tuple[str, Note]]:
+    """Yield the notes of those of the files that have one."""
+    for name in names:
+        info = folder.info(name)
+        note = _read_note(info.size, partial(folder.read_part, name)) if info else None
+        if note is not None:
+            yield name, note
+
+
+def _read_note(size: int, read: Callable[[int, int], bytes]) -> Note | None:
+    end = mark_offset(size, read)
+    if end is None or end < _END.size:
+        return None
+    length, magic = _END.unpack(read(end - _END.size, end))
+    begin = end - _END.size - length
+    if magic != _MAGIC or begin < 0:
+        return None
+    try:
+        return msgspec.msgpack.decode(read(begin, begin + length), type=Note)
+    except msgspec.MsgspecError:
+        return None
+
+
+def forget(folder: Folder, sequence: int) -> None:
+    """Remove the plans of saves up to this one, which has been committed."""
+    for plan in plans(folder):
+        if plan.sequence <= sequence:
+            folder.remove(encode_plan(plan)[0])
+
+
+def remove_outdated(folder: Folder, names: list[str], committed: SaveId, *, is_first: bool) -> None:
+    """Remove those of the files that saves have written which will never be committed.
+
+    Args:
+        committed: the save that has just been; what its session has saved before is outdated, and …
+        is_first: … if it is the session's first in this directory, what ended sessions have left.
+    """
+    for name, note in notes(folder, names):
+        is_own = note.save.session == committed.session
+        if (note.save.number < committed.number) if is_own else is_first:
+            folder.remove(name)
