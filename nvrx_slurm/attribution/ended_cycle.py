@@ -62,7 +62,7 @@ def attribute_ended_cycle(run_dir: Path, cycle: int) -> CycleAttributed:
     """Attribute one cycle, and keep what was found.
 
     Raises:
-        OSError: the run directory cannot be read or written.
+        OSError: the run directory cannot be read.
         RulesError, PolicyError: the site's files, which the environment names, are wrong.
         JournalError, NoSuchCycleError: there is no such cycle to read of.
     """
@@ -73,11 +73,17 @@ def attribute_ended_cycle(run_dir: Path, cycle: int) -> CycleAttributed:
     records = read_journal(run_dir / "journal.jsonl")
     evidence = cycle_evidence(run_dir, records, cycle)
     result = attribute(evidence, rules, config, earlier_attempts(run_dir, records, cycle))
-    append_history(run_dir, as_attempt(result, evidence.seconds))
     document = run_dir / "cycles" / str(cycle) / DOCUMENT
-    _write(document, json.dumps(result.document(), indent=2).encode())
+    file, lost = str(document.relative_to(run_dir)), ""
+    try:
+        append_history(run_dir, as_attempt(result, evidence.seconds))
+        _write(document, json.dumps(result.document(), indent=2).encode())
+    except OSError as error:
+        # Most wanted where the disk is full: the verdict that says so, and has the job held.
+        file, lost = "", f"; it could not be kept in the run directory: {error.strerror or error}"
     seconds, delay_s = time.monotonic() - began, with_jitter(result.decision, config, random.Random())
-    return brief(result, run_dir, str(document.relative_to(run_dir)), seconds, delay_s)
+    found = brief(result, run_dir, file, seconds, delay_s)
+    return msgspec.structs.replace(found, why=found.why + lost)
 
 
 def brief(

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -241,6 +242,28 @@ def in_child(run_dir: Path, cycle: int, **environment: str) -> CycleAttributed:
     command = command_for("nvrx_slurm.attribution.ended_cycle", *arguments)
     done = subprocess.run(command, capture_output=True, timeout=250, check=False, env=environment)
     return msgspec.json.decode(done.stdout, type=CycleAttributed)
+
+
+FULL = """
+import resource, sys, msgspec
+from pathlib import Path
+from nvrx_slurm.attribution.ended_cycle import attribute_ended_cycle
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sys.stdout.write(msgspec.json.encode(attribute_ended_cycle(Path(sys.argv[1]), 0)).decode())
+"""
+
+
+def test_a_run_directory_that_cannot_be_written_costs_the_record_and_not_the_verdict(tmp_path: Path) -> None:
+    """No file may grow, as on a full disk: then above all the job is to be held."""
+    Run(tmp_path).cycle(0, EXIT, log="OSError: [Errno 28] No space left on device: 'step_10.pt'\n")
+    for path in (tmp_path / "cycles/0/attribution.json", *tmp_path.glob("attribution*")):
+        path.unlink()
+    argv = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, timeout=120, check=True)
+    found = msgspec.json.decode(done.stdout, type=CycleAttributed)
+    assert (found.category, found.action, found.file) == ("storage.no_space", "hold", "")
+    assert "could not be kept in the run directory: File too large" in found.why
+    assert not [path for path in tmp_path.rglob("*attribution*") if path.stat().st_size]
 
 
 def test_the_child_tells_in_one_line_also_what_went_wrong(tmp_path: Path) -> None:

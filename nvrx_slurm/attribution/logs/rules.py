@@ -20,6 +20,8 @@ BUILT_IN = Path(__file__).with_name("families.yaml")
 MAX_LINE = 4096
 """Characters of a line that patterns see: its beginning, and the end where an exception says what it is."""
 _TAIL = 1024
+_MAX_WORDS = 50_000
+_MAX_WORD = 64
 _XID = (
     r"\bxid(?: \((?:pci:)?[0-9a-f:.]{4,24}\):|(?: (?:error|errors|code|event|id|number))?[ :=#]{1,3})"
     r"\s?\(?(?:%s)\b"
@@ -150,11 +152,15 @@ class RuleSet:
         for at, (_, expression) in enumerate(self._tries):
             for literal in expression.needs or ():
                 self._by_literal[literal].append(at)
-        self._by_part: dict[str, list[str]] = defaultdict(list)
-        """Literals by the three of their letters that fewest others have."""
-        parts = Counter(part for literal in self._by_literal for part in _parts(literal))
-        for literal in self._by_literal:
-            self._by_part[min(_parts(literal), key=parts.__getitem__)].append(literal)
+        self._by_part: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        """Literals with their longest word, by the three letters of it that fewest others have."""
+        longest = {literal: max(literal.split(), key=len, default=literal) for literal in self._by_literal}
+        parts = Counter(part for word in longest.values() for part in _parts(word))
+        for literal, word in longest.items():
+            part = min(_parts(word), key=parts.__getitem__, default="")
+            self._by_part[part].append((word, literal))
+        self._of_words: dict[str, tuple[str, ...]] = {}
+        """Of words seen before: literals that a line with it may hold."""
 
     def classify(self, line: str) -> Family | None:
         """Return the family of a line, its prefixes included, or None."""
@@ -170,8 +176,9 @@ class RuleSet:
         """Return the rule for a line that its prefixes were taken off."""
         text = text.lower()
         possible = set(self._always)
-        for part in self._by_part.keys() & _parts(text):
-            for literal in self._by_part[part]:
+        for word in {*text.split()}:
+            known = self._of_words.get(word)
+            for literal in self._literals_of(word) if known is None else known:
                 if literal in text:
                     possible.update(self._by_literal[literal])
         for at in sorted(possible):
@@ -181,6 +188,16 @@ class RuleSet:
             if expression.matches(text):
                 return rule
         return None
+
+    def _literals_of(self, word: str) -> tuple[str, ...]:
+        """Return the literals whose longest word is in ``word``."""
+        parts = self._by_part.keys() & {"", *_parts(word)}
+        found = tuple(literal for part in parts for piece, literal in self._by_part[part] if piece in word)
+        if len(word) <= _MAX_WORD:
+            if len(self._of_words) >= _MAX_WORDS:
+                self._of_words.clear()
+            self._of_words[word] = found
+        return found
 
 
 def _parts(text: str) -> set[str]:

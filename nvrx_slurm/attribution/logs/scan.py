@@ -101,6 +101,7 @@ class LogScanner:
         self._parts: dict[bytes, _Parts] = {}
         self._last_mark: tuple[bytes, int] | None = None
         self._words: set[bytes] = set()
+        self._telling: set[bytes] = set()
         self._signatures = Signatures()
         self._summary = (-1, -_SUMMARY_LINES)
         """Rank that torchelastic's summary speaks of, and the line that says so."""
@@ -215,12 +216,16 @@ class LogScanner:
     def _tells(self, skeleton: bytes) -> bool:
         """Tell whether any word can be part of a failure; words that cannot are remembered."""
         words = skeleton.split()
+        if not self._telling.isdisjoint(words):
+            return True
         if self._words.issuperset(words):
             return False
-        if len(self._words) > _MAX_WORDS:
+        if len(self._words) + len(self._telling) > _MAX_WORDS:
             self._words.clear()
+            self._telling.clear()
         new = [word for word in words if word not in self._words]
         if is_telling(b" ".join(new)):
+            self._telling.update(word for word in new if len(word) <= _MAX_WORD and is_telling(word))
             return True
         self._words.update(word for word in new if len(word) <= _MAX_WORD)
         return False
