@@ -9,7 +9,7 @@ ranks slower shows in none of that; for it the ranks' middle time is compared wi
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -268,7 +268,8 @@ def _lost_in_kernels(
 def _comparable(report: Measured) -> Sequence[Sequence[int]]:
     """Return groups of ranks that pass through the same sections, as those of one pipeline stage do.
 
-    Where there are no sections, ranks that run the same kernels.
+    A rank that passes through more, which no other has, as rank 0 when it writes a log, is in the group of
+    the rest. Where there are no sections, ranks that run the same kernels.
     """
     passed: defaultdict[int, set[object]] = defaultdict(set)
     for section, of_ranks in report.section_medians.items():
@@ -282,6 +283,12 @@ def _comparable(report: Measured) -> Sequence[Sequence[int]]:
     groups: defaultdict[frozenset[object], list[int]] = defaultdict(list)
     for rank, what in passed.items():
         groups[frozenset(what)].append(rank)
+    having = Counter(each for what in passed.values() for each in what)
+    for own, ranks in list(groups.items()):
+        shared = frozenset(each for each in own if having[each] > 1)
+        if shared != own and shared in groups:
+            groups[shared] += ranks
+            del groups[own]
     return list(groups.values())
 
 

@@ -310,6 +310,16 @@ def test_ranks_with_other_work_are_compared_among_themselves() -> None:
         assert watch.add(ranks.report_of_all(times)) == []
 
 
+@pytest.mark.parametrize("others", [{"step": 10.0}, {"step": 10.0, "load": 3.0}])
+def test_a_rank_that_does_something_more_is_compared_in_the_rest(others: dict[str, float]) -> None:
+    ranks, watch = Ranks(4), Watch()
+    for number in range(3):
+        times = [{name: [time] for name, time in others.items()} for _ in range(4)]
+        times[0] = {**times[0], "step": [20.0], "log": [100.0]}
+        named = watch.add(ranks.report_of_all(times))
+        assert [(verdict.rank, verdict.section) for verdict in named] == ([(0, "step")] if number else [])
+
+
 def test_scatter_as_wide_as_the_difference_names_nobody() -> None:
     ranks, watch = Ranks(6), Watch()
     for _ in range(3):
