@@ -127,13 +127,15 @@ class KernelTimes:
             return None
         number = self._numbers.get(section)
         if number is None:
-            number = self._numbers.setdefault(section, len(self._numbers) + 1)
+            # Beyond so many kernels belong to no section.
+            is_full = len(self._numbers) >= _MOST_SECTIONS
+            number = 0 if is_full else self._numbers.setdefault(section, len(self._numbers) + 1)
         try:
             if not self._is_ours:
                 # The profiler has put its own callbacks in place of ours.
                 self._activity.attach()
                 self._is_ours = True
-            return self._activity.enter(number if number <= _MOST_SECTIONS else 0)
+            return self._activity.enter(number)
         except RuntimeError as error:
             self._is_ours = False
             self._say_left(str(error))

@@ -316,6 +316,20 @@ def test_a_buffer_that_makes_no_sense_is_counted_and_said(
     assert caplog.text.count("in part only") == 1
 
 
+def test_ever_new_sections_have_no_number_in_the_end(
+    simulated: SimulatedCupti, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, _ = kernel_times(simulated)
+    monkeypatch.setattr(KernelTimes, "_numbers", {})
+    monkeypatch.setattr("nvrx_slurm.straggler.kernels._MOST_SECTIONS", 2)
+    for number in range(4):
+        section = times.begin(f"step {number}")
+        simulated.launch("k", 1_000)
+        times.end(f"step {number}", section)
+    assert times.summaries()["k"][Statistic.NUM] == 4
+    assert times.section_kernels().keys() == {"step 0", "step 1"}
+
+
 def test_in_a_fork_it_does_nothing(simulated: SimulatedCupti) -> None:
     times, _ = kernel_times(simulated)
     entered = times.begin("step")
