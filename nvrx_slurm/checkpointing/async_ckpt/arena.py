@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,11 +18,14 @@ from typing import Any
 
 import torch
 
+from nvrx_slurm.checkpointing.async_ckpt import copying
+from nvrx_slurm.checkpointing.async_ckpt.copying import Range
 from nvrx_slurm.checkpointing.storage.host_memory import available_memory
 
 _ROUND = 16 << 20  # states grow by a few bytes now and then; that must not cost a new arena
 _LEFT_FREE = 256 << 20
 _FAULTING_THREADS = 4
+_PIECE = 4 << 20  # while it is mapped no other thread can map memory
 _POPULATE_WRITE = 23  # madvise(2)
 _libc = ctypes.CDLL(None)
 
@@ -58,27 +63,90 @@ class Arena:
         self.memory = mmap.mmap(self.fd, self.capacity)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.key = next(memory_keys)
+        self._is_faulted_in = False
+        self._is_faulting_in = False
 
     def as_tensor(self, offset: int, size: int) -> Any:
         """Return a part of it as a tensor of bytes."""
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=offset)
 
-    def fault_in(self) -> None:
-        """Have the system give all of its memory now, on several threads; a copy then finds it there."""
-        step = max(_ROUND, -(-self.capacity // _FAULTING_THREADS // _ROUND) * _ROUND)
-        with ThreadPoolExecutor(_FAULTING_THREADS) as pool:
-            list(pool.map(lambda start: self._fault_in(start, step), range(0, self.capacity, step)))
+    def copy(self, ranges: Sequence[Range], threads: int = 1) -> None:
+        """Copy host memory to it.
 
-    def _fault_in(self, start: int, size: int) -> None:
-        size = min(size, self.capacity - start)
+        The first copy, to memory that nobody has had yet, is written to the memory's file: half as dear as
+        the faults of a mapping, for which it is soon enough when the first snapshot has been written.
+
+        Args:
+            ranges: places in it, addresses to copy from, and sizes in bytes; none overlap.
+            threads: that copy, the caller's among them.
+
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        if self._is_faulted_in:
+            copying.copy([(self.address + place, source, size) for place, source, size in ranges], threads)
+            return
+        pieces = [
+            (place + done, source + done, min(_PIECE, size - done))
+            for place, source, size in ranges
+            for done in range(0, size, _PIECE)
+        ]
+        if threads == 1 or len(pieces) == 1:
+            for piece in pieces:
+                self._write_from(*piece)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda piece: self._write_from(*piece), pieces))
+
+    def _write_from(self, place: int, source: int, size: int) -> None:
+        content = memoryview((ctypes.c_char * size).from_address(source)).cast("B")
+        while content:
+            count = os.pwrite(self.fd, content, place)
+            content, place = content[count:], place + count
+
+    def fault_in(self) -> None:
+        """Have the system give and map all of its memory, on several threads; a copy then finds it there.
+
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        with ThreadPoolExecutor(_FAULTING_THREADS) as pool:
+            list(pool.map(self._fault_in, range(0, self.capacity, _PIECE)))
+        self._is_faulted_in = True
+
+    def fault_in_meanwhile(self) -> None:
+        """As :meth:`fault_in`, on a thread of its own, that ends when the arena goes."""
+        if not self._is_faulted_in and not self._is_faulting_in:
+            self._is_faulting_in = True
+            threading.Thread(
+                target=_fault_in_meanwhile,
+                args=[weakref.ref(self), self.capacity],
+                daemon=True,
+                name="nvrx-memory",
+            ).start()
+
+    def _fault_in(self, start: int) -> None:
+        size = min(_PIECE, self.capacity - start)
         if _libc.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(size), _POPULATE_WRITE):
-            ctypes.memset(self.address + start, 0, size)  # before Linux 5.14
+            os.posix_fallocate(self.fd, start, size)  # before Linux 5.14
 
     def write(self, offset: int, data: bytes) -> None:
         self.memory[offset : offset + len(data)] = data
 
     def __del__(self) -> None:
         os.close(self.fd)  # the mapping goes with the last reference to it
+
+
+def _fault_in_meanwhile(of: weakref.ref[Arena], capacity: int) -> None:
+    with contextlib.suppress(OSError):  # the next copy says so
+        for start in range(0, capacity, _PIECE):
+            arena = of()
+            if arena is None:
+                return
+            arena._fault_in(start)
+            if start + _PIECE >= capacity:
+                arena._is_faulted_in = True
+            del arena  # it goes as soon as nobody else has it
 
 
 def _capacity(size: int) -> int:
@@ -147,6 +215,7 @@ class ArenaPool:
             self.release(arena)
 
     def release(self, arena: Arena) -> None:
+        arena.fault_in_meanwhile()
         with self._changed:
             self._in_use.remove(arena)
             self._free.append(arena)

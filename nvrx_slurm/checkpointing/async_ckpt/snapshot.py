@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nvrx_slurm.checkpointing.async_ckpt import copying
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena
 from nvrx_slurm.checkpointing.async_ckpt.device_copy import DeviceCopies, bytes_of
 from nvrx_slurm.checkpointing.async_ckpt.storage_guard import call_before_memory_goes
@@ -216,12 +215,8 @@ class Snapshot:
         memory = [piece.storage.data_ptr() for piece in pieces]
         if any(piece.storage.nbytes() < piece.start + piece.size for piece in pieces):
             raise ChangedTooEarlyError(_too_early("a storage was resized"))
-        copying.copy(
-            [
-                (self._arena.address + piece.target, source + piece.start, piece.size)
-                for piece, source in zip(pieces, memory, strict=True)
-            ],
-            threads,
+        self._arena.copy(
+            [(p.target, source + p.start, p.size) for p, source in zip(pieces, memory, strict=True)], threads
         )
         if any(piece.storage.data_ptr() != was for piece, was in zip(pieces, memory, strict=True)):
             raise ChangedTooEarlyError(_too_early("a storage was resized"))
