@@ -41,11 +41,11 @@ _KINDS = {
     "collective": _IN_FUNCTION,
     "atomic": ("exception", "sigkill", "keyboard", "kill_later"),
     "end": ("exception", "sigkill", "keyboard", "kill_later", "interrupt_later"),
-    "initialize": (*_ANYWHERE, "gil"),
-    "health_check": _ANYWHERE,
+    "initialize": (*_ANYWHERE, "gil", "livelock"),
+    "health_check": (*_ANYWHERE, "livelock"),
     "abort": ("exception", "sigkill", "kill_later"),
-    "finalize": (*_ANYWHERE, "block"),
-    "assignment": _ANYWHERE,
+    "finalize": (*_ANYWHERE, "block", "livelock"),
+    "assignment": (*_ANYWHERE, "block", "livelock"),
 }
 _AFTER_A_FAULT = ("abort", "finalize", "assignment")
 _ENDINGS = (

@@ -37,7 +37,7 @@ from nvrx_slurm.inprocess.monitor_thread import (
 from nvrx_slurm.inprocess.rank_assignment import RankAssignmentCtx, RankDiscarded
 from nvrx_slurm.inprocess.rendezvous import close_meeting, meet
 from nvrx_slurm.inprocess.spare_descriptors import SpareDescriptors
-from nvrx_slurm.inprocess.state import FrozenState, Mode, State
+from nvrx_slurm.inprocess.state import FrozenState, Mode, State, check_activity
 from nvrx_slurm.inprocess.store import BarrierTimeout, HubStore
 from nvrx_slurm.inprocess.timings import RestartTimings, Stopwatch
 from nvrx_slurm.supervisor import messages as msg
@@ -353,6 +353,7 @@ class Engine:
                 f"rank_assignment returned {type(assigned).__name__}: a RankAssignmentCtx is accepted"
             )
         state = self._state = self._call.state = assigned.state
+        check_activity(state)
         if release:
             state.advance()
         state.set_distributed_vars()

@@ -9,6 +9,9 @@ from typing import Any
 from nvrx_slurm.inprocess.exception import RankShouldRestart
 from nvrx_slurm.supervisor import messages as msg
 
+_MOST_LOGGED = 100_000
+"""Characters of an exception's text; a rank may restart often."""
+
 
 def summary(error: BaseException | None) -> str:
     """Return type and message; nothing that an exception's own code does wrong comes out."""
@@ -27,8 +30,15 @@ def summary(error: BaseException | None) -> str:
 
 
 def exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
-    """Return ``error`` as ``logging`` takes it."""
-    return type(error), error, _own(error, "__traceback__")
+    """Return ``error`` as ``logging`` takes it; without its text, if that would flood a log."""
+    kind, traceback_ = type(error), _own(error, "__traceback__")
+    try:
+        is_long = len(str(error)) > _MOST_LOGGED
+    except BaseException:
+        is_long = False
+    if is_long:
+        return RuntimeError, RuntimeError(f"{summary(error)} …"), traceback_
+    return kind, error, traceback_
 
 
 def drop_locals(error: BaseException | None) -> None:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from nvrx_slurm.inprocess.exception import RestartAbort
+
 
 class Mode(enum.Enum):
     """What a rank does in an iteration."""
@@ -94,3 +96,19 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ValueError(f"{name} is {text!r}: a number from 0 on is accepted")
     return int(text)
+
+
+def check_activity(state: State) -> None:
+    """Refuse numbers by which all ranks would be spares, and wait for each other for ever.
+
+    Raises:
+        ValueError: the rank is neither active nor a spare.
+        RestartAbort: there is no active rank.
+    """
+    if state.mode not in (Mode.ACTIVE, Mode.INACTIVE):
+        raise ValueError(
+            "rank_assignment tells no rank whether it is active: ActivateAllRanks in a Compose does, and so "
+            "do MaxActiveWorldSize, ActiveWorldSizeDivisibleBy and Tree"
+        )
+    if not state.active_world_size:
+        raise RestartAbort(f"rank_assignment made none of {state.world_size} ranks active")

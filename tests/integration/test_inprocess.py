@@ -363,6 +363,12 @@ def test_what_users_count_on(ranks: Scenarios, tmp_path: Path) -> None:
     assert (tmp_path / "supervisor_0.log").exists()
 
 
+def test_numbers_by_which_all_ranks_would_be_spares_are_refused(ranks: Scenarios) -> None:
+    """Before, they waited for each other for ever."""
+    (rank,) = ranks.run(world_size=1, scenario="unassigned")
+    assert [each["error"] for each in rank.all("idle")] == ["ValueError", "RestartAbort"]
+
+
 def test_who_waits_in_the_store_holds_up_nobody(ranks: Scenarios) -> None:
     """BUG-5"""
     (rank,) = ranks.run(world_size=1, scenario="contended")

@@ -28,6 +28,7 @@ from nvrx_slurm.inprocess import (
     store,
 )
 from nvrx_slurm.inprocess.exception import InternalError
+from nvrx_slurm.inprocess.exception_summary import exc_info
 from nvrx_slurm.inprocess.injection import parameters_of_type
 from nvrx_slurm.inprocess.monitor_thread import Interrupted, RankShouldRestart, UserCode
 from nvrx_slurm.supervisor import messages as msg
@@ -260,3 +261,11 @@ def test_a_port_of_another_user_is_not_taken_for_the_jobs_store(monkeypatch: pyt
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(InternalError, match=f"port {port} of this host belongs to user"):
             store.TCPStore("localhost", port, 1)
+
+
+def test_a_text_of_megabytes_does_not_go_into_the_log() -> None:
+    _, error, _ = exc_info(ValueError("x" * 10_000_000))
+    assert len(str(error)) < 1000
+    assert str(error).startswith("ValueError: xxx")
+    short = ValueError("x")
+    assert exc_info(short) == (ValueError, short, None)

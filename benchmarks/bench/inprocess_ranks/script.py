@@ -483,6 +483,12 @@ def behaviours(plan: dict[str, Any], report: Report) -> None:
     report("handlers", same=handlers == after)
 
 
+def unassigned(plan: dict[str, Any], report: Report) -> None:
+    """Assign numbers by which no rank would ever run the function."""
+    for idle in (rank_assignment.ShiftRanks(), rank_assignment.ActiveWorldSizeDivisibleBy(2)):
+        report("idle", error=_error(Wrapper(rank_assignment=idle)(lambda: "well")))
+
+
 def _error(call: Callable[[], Any]) -> str:
     try:
         return repr(call())
@@ -663,6 +669,7 @@ SCENARIOS = {
     "planned": planned,
     "manners": manners,
     "behaviours": behaviours,
+    "unassigned": unassigned,
     "contended": contended,
     "chaotic": chaotic,
     "rejoining": rejoining,
