@@ -17,7 +17,7 @@ from nvrx_slurm.wire import messages as msg
 _QUEUE = 1024
 _CULPRIT_LINES = 20
 _LAST_OUTPUT_TIMEOUT_S = 30.0
-LAST_LINES_TIMEOUT_S = 1.0
+LAST_LINES_TIMEOUT_S = 2.0
 """How long a rank's last lines are waited for, and as long again until they are written."""
 
 

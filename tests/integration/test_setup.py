@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30
+PATIENCE_S = 200
 TOOLS = (
     "bash sh basename cat chmod chown cp dirname env find flock getent grep head id mkdir mktemp readlink rm"
     " sed setpriv sha256sum stat tail tee test touch true"
