@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nvrx_slurm.checkpointing.async_ckpt import save_names
 from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
-from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvrx_slurm.checkpointing.async_ckpt.roll_forward import finish_written_save
 from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
@@ -26,6 +27,14 @@ from nvrx_slurm.checkpointing.inspection import find
 from nvrx_slurm.checkpointing.storage import pending
 from nvrx_slurm.checkpointing.storage.durable import locked
 from nvrx_slurm.checkpointing.storage.folders import LocalFolder
+
+
+@pytest.fixture(autouse=True)
+def loads_are_those_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_names, "is_own", lambda _save: False)
+
+
+is_own = save_names.is_own
 
 
 def plan(folder: Path, value: float) -> tuple[Any, ...]:
@@ -100,17 +109,26 @@ def test_its_own_trainer_finds_it_committed_and_goes_on(tmp_path: Path) -> None:
     assert loaded(tmp_path) == 3
 
 
-def test_a_reader_leaves_a_save_to_its_trainer_as_long_as_that_lives(tmp_path: Path) -> None:
+def test_ranks_of_the_job_leave_a_save_to_their_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
     commit(tmp_path, 1)
-    queue = AsyncCallsQueue()
-    planned = plan(tmp_path, 2)
-    save, _, arguments = planned[0].get_save_function_and_args()
-    queue.schedule_async_request(AsyncRequest(save, arguments, []))
-    assert queue._pending[0].ticket.wait(60)
+    planned = written(tmp_path, 2)
     assert loaded(tmp_path) == 1
-    queue._caller._current.kill()  # type: ignore[union-attr]
+    save_state_dict_async_finalize(*planned)
     assert loaded(tmp_path) == 2
-    queue.close()
+
+
+def test_a_destroyed_group_is_no_job_any_more(tmp_path: Path) -> None:
+    save_names._sessions.pop(save_names._Alone, None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save = plan(tmp_path, 1)[0]._save
+        assert is_own(save)
+    finally:
+        dist.destroy_process_group()
+    assert not is_own(save)
 
 
 @pytest.mark.parametrize("lost", ["piece", "plan", "all but the names", "note"])

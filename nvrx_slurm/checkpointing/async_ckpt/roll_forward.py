@@ -6,14 +6,14 @@ import io
 import logging
 import pickle
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 
+from nvrx_slurm.checkpointing.async_ckpt import save_names
 from nvrx_slurm.checkpointing.async_ckpt.metadata_pickle import unpickle
-from nvrx_slurm.checkpointing.storage import manifest, pending
+from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import folder_at
 from nvrx_slurm.checkpointing.storage.pending import Note, Plan, SaveId
@@ -36,14 +36,15 @@ def pieces_of(metadata: Any) -> set[Any]:
 
 
 def finish_abandoned_save(folder: Path) -> SaveId | None:
-    """As :func:`finish_written_save`, but leave a save to its trainer as long as that lives."""
-    return finish_written_save(folder, but=partial(pending.is_held, folder))
+    """As :func:`finish_written_save`, but leave the saves of this process's own job to its coordinator."""
+    return finish_written_save(folder, but=save_names.is_own)
 
 
-def finish_written_save(folder: Path, but: Callable[[Plan], bool] = lambda _plan: False) -> SaveId | None:
+def finish_written_save(folder: Path, but: Callable[[SaveId], bool] = lambda _: False) -> SaveId | None:
     """Commit the newest save in a directory that is whole and newer than what is committed.
 
-    Any number of processes may do so at a time. What can't be committed is left as it is.
+    Any number of processes may do so at a time; a trainer that comes later finds its save committed. What
+    can't be committed is left as it is.
 
     Args:
         but: which saves are not to be committed.
@@ -56,7 +57,7 @@ def finish_written_save(folder: Path, but: Callable[[Plan], bool] = lambda _plan
     except (CorruptCheckpointError, OSError):
         return None  # whoever reads what is committed hears of it
     for plan, notes in found:
-        if but(plan):
+        if but(plan.save):
             continue
         try:
             if _commit(folder, plan, notes):

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-import secrets
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
-from nvrx_slurm.checkpointing.storage.pending import SaveId
+from nvrx_slurm.checkpointing.async_ckpt.save_names import next_save
 from nvrx_slurm.checkpointing.storage.torch_internals import require
 
 _is_wrapped_exception = require("torch.distributed.checkpoint.api", "_is_wrapped_exception")
@@ -169,7 +166,7 @@ def save_state_dict_async_plan(
         cache.cached_global_metadata = metadata
         if not (is_last or is_loaded):
             cache.loaded_all_plans = None  # they belong to other metadata
-    storage_writer.announce(_next_save(group), metadata if group.is_coordinator else None)
+    storage_writer.announce(next_save(group), metadata if group.is_coordinator else None)
     storage_writer.prepare_write_data(planner.finish_plan(central), planner)
     # A copy, with what planners attach to it: finish() writes to it, and the next save may begin before.
     return storage_writer, copy.copy(metadata), group
@@ -191,23 +188,6 @@ def save_state_dict_async_finalize(
         storage_writer.finish(global_metadata, results)
 
     dist_wrapper.all_reduce("write", storage_writer.retrieve_write_results, commit)
-
-
-_sessions: weakref.WeakKeyDictionary[Any, Iterator[SaveId]] = weakref.WeakKeyDictionary()
-"""By process group; all of its ranks plan the same saves in the same order."""
-
-
-def _next_save(group: Any) -> SaveId:
-    """Return a name for the next save, the same on all ranks; the first time they agree on it."""
-    key = (group.group or dist.group.WORLD) if group.use_dist else _Alone
-    if key not in _sessions:
-        token = group.broadcast_object(secrets.token_hex(8) if group.is_coordinator else None)
-        _sessions[key] = (SaveId(token, number) for number in itertools.count(1))
-    return next(_sessions[key])
-
-
-class _Alone:
-    """Stands for the group of a process that has none."""
 
 
 def _attempt(step: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -32,7 +32,7 @@ import msgspec
 from nvrx_slurm import linux
 from nvrx_slurm.checkpointing.async_ckpt.messages import Copied, Dismissed, Result, Task, receive, send
 from nvrx_slurm.checkpointing.async_ckpt.priority import WorkerPriority
-from nvrx_slurm.checkpointing.storage import manifest, pending
+from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.durable import remove_leftovers
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.filling import AbandonedError, Filling
@@ -97,7 +97,6 @@ class _Worker:
         self._fillings: dict[int, Filling] = {}
         self._ending = False
         self._is_dismissed = False
-        self._plans = pending.Holder()
         self._folders: deque[Path] = deque(maxlen=_FOLDERS)
         """Where files have been written last."""
 
@@ -215,7 +214,5 @@ class _Worker:
             with ThreadPoolExecutor(min(max(1, len(specs)), _MOST_WRITERS)) as pool:
                 for done in [pool.submit(patiently, write) for write in writes]:
                     done.result()
-            for spec in specs:
-                self._plans.hold(Path(spec.path))
         finally:
             view.release()

@@ -7,20 +7,14 @@ tell that everything was written, and commit it.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from nvrx_slurm.checkpointing.storage.checksums import mark_offset
 from nvrx_slurm.checkpointing.storage.folders import Folder
-from nvrx_slurm.regular_file import open_regular
 
 _END = struct.Struct("<Q8s")  # length of the note before it, magic
 _MAGIC = b"NVRXNOTE"
@@ -67,42 +61,6 @@ def encode_note(note: Note) -> bytes:
 def encode_plan(plan: Plan) -> tuple[str, bytes]:
     """Return name and content of the plan's file."""
     return _SLOTS[plan.sequence % len(_SLOTS)], msgspec.msgpack.encode(plan)
-
-
-class Holder:
-    """Holds plans in the name of a trainer that will commit them itself, as long as this process lives.
-
-    Only where there are locks (flock(2)).
-    """
-
-    def __init__(self) -> None:
-        self._held: deque[int] = deque()
-
-    def hold(self, path: Path) -> None:
-        """Hold the plan in a file, if it is one, and let the last but one go."""
-        if path.name in _SLOTS:
-            with contextlib.suppress(OSError):
-                self._held.append(open_regular(path))
-                fcntl.flock(self._held[-1], fcntl.LOCK_SH)
-            while len(self._held) > len(_SLOTS):
-                os.close(self._held.popleft())
-
-
-def is_held(folder: Path, plan: Plan) -> bool:
-    """Whether the trainer that has made a plan lives, as far as can be told; see :class:`Holder`."""
-    try:
-        fd = os.open(folder / encode_plan(plan)[0], os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return False
 
 
 def plans(folder: Folder) -> list[Plan]:
