@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
-from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, AsyncSaveError
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest, AsyncSaveError, WhenFull
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
     CheckpointMetadataCache,
@@ -230,6 +230,51 @@ class Scenes:
         early = self.queue.maybe_finalize_async_calls()
         go.touch()
         return {"early": early, "late": len(self.queue.maybe_finalize_async_calls(blocking=True))}
+
+    def ranks_finalize_different_saves(self) -> dict[str, Any]:
+        queue = AsyncCallsQueue()
+        if self.rank == 0:  # a save that the other rank does not know of
+            queue.schedule_async_request(AsyncRequest(None, (), []))
+            queue.maybe_finalize_async_calls(no_dist=True)
+        finalized: list[bool] = []
+        queue.schedule_async_request(AsyncRequest(None, (), [lambda: finalized.append(True)]))
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except AsyncSaveError as error:
+            return {"error": str(error), "finalized": finalized}
+        finally:
+            queue.close(abort=True)
+        return {"error": None, "finalized": finalized}
+
+    def one_rank_has_no_room(self) -> dict[str, Any]:
+        """Rank 1's storage can't keep up, rank 0's does; all must agree on which save there is not."""
+        queue = AsyncCallsQueue(max_inflight_bytes=20 << 20, when_full=WhenFull.SKIP)
+        go = self.folder / "room"
+        finalized: list[int] = []
+
+        def schedule(number: int) -> None:
+            path = self.folder / f"room{number}"
+            writer = FileSystemWriterAsync(path)
+            plan = save_state_dict_async_plan({f"own{self.rank}": torch.full((9,), float(number))}, writer)
+            save, preload, arguments = writer.get_save_function_and_args()
+            finish = [partial(save_state_dict_async_finalize, *plan), partial(finalized.append, number)]
+            queue.schedule_async_request(AsyncRequest(save, arguments, finish, preload_fn=preload))
+
+        slow = AsyncRequest(write_when, (go,), []) if self.rank else AsyncRequest(None, (), [])
+        queue.schedule_async_request(slow)
+        schedule(1)  # no room on rank 1, where one is still written
+        has_written = None
+        if self.rank == 0:
+            has_written = queue._pending[-1].ticket.wait(PATIENCE_S)
+        dist.barrier()
+        go.touch()
+        indices = queue.maybe_finalize_async_calls(blocking=True)
+        schedule(2)
+        indices += queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        dist.barrier()
+        metadata = [(self.folder / f"room{number}/.metadata").exists() for number in (1, 2)]
+        return {"indices": indices, "finalized": finalized, "committed": metadata, "written": has_written}
 
     def one_rank_fails(self) -> dict[str, Any]:
         return self.refused(AsyncRequest(fail if self.rank else str, ("broken",), []))

@@ -22,6 +22,8 @@ SCENES = (
     "whole_parameters_are_freed_at_once",
     "several_files",
     "ranks_finish_at_different_calls",
+    "ranks_finalize_different_saves",
+    "one_rank_has_no_room",
     "one_rank_fails",
     "one_rank_cannot_pickle",
     "a_synchronous_save_fails_on_one_rank",
@@ -94,6 +96,24 @@ def test_each_thread_and_each_group_of_tensors_has_its_files_and_every_bit_is_ch
 
 def test_a_save_counts_when_the_last_rank_has_written_at_whatever_call(folder: Path) -> None:
     assert saw(folder, "ranks_finish_at_different_calls") == [{"early": [], "late": 1}] * 2
+
+
+def test_ranks_that_finalize_different_saves_are_told(folder: Path) -> None:  # C.2.7
+    for rank, each in enumerate(saw(folder, "ranks_finalize_different_saves")):
+        assert each == {
+            "error": f"ranks finalize different saves: 0 and 1, here {1 - rank}",
+            "finalized": [],
+        }
+
+
+def test_a_save_that_one_rank_has_no_room_for_is_none_on_any(folder: Path) -> None:
+    for rank, each in enumerate(saw(folder, "one_rank_has_no_room")):
+        assert each == {
+            "indices": [0, 2],
+            "finalized": [2],
+            "committed": [False, True],
+            "written": None if rank else True,
+        }
 
 
 def test_what_fails_on_one_rank_is_an_error_on_all_and_saves_work_again(folder: Path) -> None:

@@ -523,8 +523,21 @@ class TestWriting:
         patiently(write, waits.append)
         assert waits == [1.0, 4.0]
 
+    @pytest.mark.parametrize("number", [errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR, None])
+    def test_so_is_each_that_a_busy_store_may_answer(self, number: int | None) -> None:
+        answers = iter([ConnectionResetError("reset") if number is None else OSError(number, "once")])
+        waits: list[float] = []
+
+        def write() -> None:
+            for error in answers:
+                raise error
+
+        patiently(write, waits.append)
+        assert waits == [1.0]
+
     @pytest.mark.parametrize(
-        ("number", "tries"), [(errno.EIO, 4), (errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EROFS, 1)]
+        ("number", "tries"),
+        [(errno.EIO, 4), (errno.EBUSY, 4), (errno.ENOSPC, 1), (errno.EDQUOT, 1), (errno.EROFS, 1)],
     )
     def test_a_lasting_error_is_raised_a_full_disk_at_once(self, number: int, tries: int) -> None:
         tried: list[int] = []

@@ -10,6 +10,7 @@ import torch
 
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena
 
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
 _pinned: set[int] = set()
 _streams: dict[Any, Any] = {}
 
@@ -38,11 +39,14 @@ class DeviceCopies:
         if storage.device.type != "cuda":
             target.copy_(source)
             return
-        _pin(self._arena)
-        stream = _streams.setdefault(storage.device, torch.cuda.Stream(storage.device))
+        _pin(self._arena, storage.device)
+        if storage.device not in _streams:
+            _streams[storage.device] = torch.cuda.Stream(storage.device)
+        stream = _streams[storage.device]
         stream.wait_stream(torch.cuda.current_stream(storage.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+            source.record_stream(stream)  # who frees the storage meanwhile frees it for others after the copy
             self._events[storage.device] = stream.record_event()
 
     def guard(self) -> None:
@@ -57,12 +61,20 @@ class DeviceCopies:
                 event.synchronize()
 
 
-def _pin(arena: Arena) -> None:
-    """Let the device write to the arena directly (cudaHostRegister); copies are then asynchronous."""
-    if arena.key not in _pinned:
-        _pinned.add(arena.key)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(arena.address, arena.capacity, 0))
-        weakref.finalize(arena, _unpin, arena.key, arena.address)
+def _pin(arena: Arena, device: Any) -> None:
+    """Let devices write to the arena directly (cudaHostRegister); copies are then asynchronous.
+
+    Raises:
+        RuntimeError: it can't be, for want of memory that may be locked, say.
+    """
+    if arena.key in _pinned:
+        return
+    with torch.cuda.device(device):  # else a context is made on another
+        answer = torch.cuda.cudart().cudaHostRegister(arena.address, arena.capacity, _PORTABLE)
+    torch.cuda.check_error(int(answer))
+    _pinned.add(arena.key)
+    # Not at the end of the program: the driver does it, and a device that hangs would hold that up.
+    weakref.finalize(arena, _unpin, arena.key, arena.address).atexit = False
 
 
 def _unpin(key: int, address: int) -> None:

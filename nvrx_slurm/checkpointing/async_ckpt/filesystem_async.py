@@ -87,7 +87,8 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         Args:
             path: of the checkpoint, a directory that all ranks see, or a URL of one for fsspec.
             args, kwargs: as torch's ``FileSystemWriter``; ``thread_count`` is the number of files that
-                are written at a time.
+                are written at a time. With ``sync_files=False`` data files are not waited for: a crash of the
+                whole machine may cost a checkpoint that was committed, which a load then says.
             separation_hint: tensors whose name begins with it go to files of their own.
             is_multiproc_io, use_cached_data_structure, use_cpu_shm_for_gpu_tensors: without effect; the
                 worker writes with threads, and snapshots are always in memory that is used again.
@@ -170,7 +171,8 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
             bundle = Bundle()
             written = [_add(bundle, item, planner.resolve_data(item), name) for item in items]
             self._results += [_Written(**vars(each), mark=bundle.mark) for each in written]
-            files.append((folder_at(self.folder).where(name), bundle.image(self._note(written))))
+            image = dataclasses.replace(bundle.image(self._note(written)), sync=self.sync_files)
+            files.append((folder_at(self.folder).where(name), image))
         if self._save is not None and self._metadata is not None:
             files.append(self._plan(self._save))
         return FileWrites(files, when_failed=self._note_failure) if files else None

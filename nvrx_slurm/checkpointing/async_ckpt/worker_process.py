@@ -206,7 +206,7 @@ class WorkerProcess:
         specs, placed, end = [], [], 0
         for path, image in images:
             regions = tuple(hole.region for hole in image.holes)
-            specs.append(ImageSpec(path, end, image.size, regions, image.table))
+            specs.append(ImageSpec(path, end, image.size, regions, image.table, image.sync))
             placed.append((end, image))
             end += aligned(image.size)
         arena = pool.acquire(end)

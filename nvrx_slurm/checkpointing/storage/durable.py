@@ -58,12 +58,15 @@ class PendingFile:
 
 
 @contextlib.contextmanager
-def replacing(path: Path | str) -> Iterator[PendingFile | PendingObject]:
+def replacing(path: Path | str, *, sync: bool = True) -> Iterator[PendingFile | PendingObject]:
     """Yield a file that takes the place of ``path``, durably, when the context ends without an exception.
 
     ``path`` may be a URL; then it is an object there, see :mod:`~.objects`.
 
     With an exception nothing is left, and what stood at ``path`` stays.
+
+    Args:
+        sync: False does without fsync: a crash of the whole machine may take the content, or the old file.
 
     Raises:
         OSError: the directory is missing or read-only, the disk is full, …
@@ -75,7 +78,8 @@ def replacing(path: Path | str) -> Iterator[PendingFile | PendingObject]:
     pending = PendingFile(Path(path))
     try:
         yield pending
-        os.fsync(pending.fd)
+        if sync:
+            os.fsync(pending.fd)
         os.rename(pending.temporary, pending.path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -83,7 +87,8 @@ def replacing(path: Path | str) -> Iterator[PendingFile | PendingObject]:
         raise
     finally:
         os.close(pending.fd)
-    sync_directory(pending.path.parent)
+    if sync:
+        sync_directory(pending.path.parent)
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:

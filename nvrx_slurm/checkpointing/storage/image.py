@@ -25,6 +25,8 @@ class ImageSpec:
     """What tensors take, in order."""
     table: Region | None
     """Where the checksums go; behind all regions. None: the file is as it is to be."""
+    sync: bool = True
+    """Whether it is to be on disk, with fsync(2), when it is there."""
 
     @property
     def end(self) -> int:
@@ -59,7 +61,7 @@ def write_image(
     """
     filling = filling or Filling.complete()
     image = memory[spec.offset : spec.end]
-    with ThreadPoolExecutor(1) as hashing, replacing(spec.path) as pending:
+    with ThreadPoolExecutor(1) as hashing, replacing(spec.path, sync=spec.sync) as pending:
         table = hashing.submit(_table, spec, image, filling) if spec.table else None
         chunks = _chunks(spec, image, filling, table)
         pending.write_aligned(chunks, spec.size, at_once=at_once, pace=pace)

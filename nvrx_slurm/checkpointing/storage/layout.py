@@ -61,6 +61,8 @@ class FileImage:
     """Where the checksums go; behind all holes."""
     tensors: tuple[Any, ...] = ()
     """The tensors whose bytes these are: torch counts the changes of each."""
+    sync: bool = True
+    """Whether it is to be on disk, with fsync(2), when it is there."""
 
 
 def lay_out(obj: object, *, with_table: bool = True) -> FileImage:

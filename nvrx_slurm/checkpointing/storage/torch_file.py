@@ -34,7 +34,7 @@ def save(obj: object, path: Path | str) -> None:
 
 def write_file(path: Path | str, image: FileImage) -> None:
     """Write a file that has been laid out, as :func:`save` does."""
-    with replacing(path) as pending:
+    with replacing(path, sync=image.sync) as pending:
         _Writer(pending, image).run()
 
 
