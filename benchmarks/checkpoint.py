@@ -113,7 +113,7 @@ def main(
             rows += _fsdp2_rows(folders["disk"], runs=runs, width=512 if quick else 2048)
         for case, threads in {"training": 1, "training, all cores": os.cpu_count() or 1}.items():
             if case in cases:
-                rows += _training_rows(case, threads, folders["disk"], 1 if quick else 8)
+                rows += _training_rows(case, threads, folders["disk"], runs)
         if "share" in cases:
             rows += _share_rows(folders["disk"], intervals=(2,) if quick else _INTERVALS)
     if plot_file is not None:
