@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from nvrx_slurm.attribution.logs.reading import open_log
+
 NAME = "attribution.jsonl"
 _MAX_READ = 8 * 2**20
 
@@ -66,7 +68,7 @@ def read_history(run_dir: Path) -> list[Attempt]:
         OSError: the file is there and cannot be read.
     """
     try:
-        with (run_dir / NAME).open("rb") as file:
+        with open_log(run_dir / NAME, follow_link=False) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _MAX_READ))
             lines = file.read().splitlines()

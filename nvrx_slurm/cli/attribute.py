@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -61,7 +62,22 @@ _explain_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            # What is left in the buffer is written once more at exit: not to where it fails again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise _Refused(f"the answer cannot be written: {error.strerror}") from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Tell what failed first, whose fault it is, and whether another try makes sense.
 
@@ -294,11 +310,13 @@ def rules_test(lines: tuple[str, ...], labelled: Path | None, rules_file: Path |
 
 
 def _labelled(path: Path) -> list[tuple[str, str | None]]:
+    from nvrx_slurm.attribution.site_file import SiteFileError, read_text
+
     try:
-        return [(case["line"], case["category"]) for case in json.loads(path.read_text())]
-    except OSError as error:
-        raise _Refused(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+        return [(case["line"], case["category"]) for case in json.loads(read_text(path))]
+    except SiteFileError as error:
+        raise _Refused(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _Refused(f"{path}: a JSON list of objects with `line` and `category` is expected") from error
 
 

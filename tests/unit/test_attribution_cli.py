@@ -340,6 +340,21 @@ class TestOddInput:
         (tmp_path / "deep").write_text("[" * 100_000)
         self.refused("log", log, option, tmp_path / "deep", says="no YAML")
 
+    def test_an_answer_that_does_not_fit_on_the_disk_is_told(self, log: Path) -> None:
+        argv = [*PYTHON, "log", log, "--json"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                argv, stdout=full, stderr=subprocess.PIPE, env=ENVIRON, timeout=60, check=False
+            )
+        said = "nvrx-attribute: the answer cannot be written: No space left on device\n"
+        assert (done.returncode, done.stderr.decode()) == (2, said)
+
+    def test_labelled_lines_are_not_waited_for_and_may_be_hostile(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        (tmp_path / "deep").write_text("[" * 200_000)
+        for name in ("fifo", "deep"):
+            self.refused("rules", "test", "--labelled", tmp_path / name, says="a JSON list of objects")
+
     @pytest.mark.parametrize(
         ("begin", "says"),
         [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +15,12 @@ except ImportError:  # Python 3.10
 
 MAX_REPEAT = 400
 MIN_LITERAL = 3
+MAX_WAYS = 3_000_000
+"""In which a pattern may divide a line among its repetitions and alternatives: matching may try them all."""
+_UNBOUNDED = 4096
+"""What a repetition without a bound can be: as many as characters of a line that patterns see."""
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+_REFERENCES = (_constants.GROUPREF, _constants.GROUPREF_EXISTS)
 _SINGLE = (_constants.LITERAL, _constants.IN, _constants.NOT_LITERAL)
 
 
@@ -23,7 +30,49 @@ def why_not_linear(pattern: str) -> str:
     Raises:
         re.error: it is no regular expression.
     """
-    return _not_linear(_parser.parse(pattern))
+    parsed = _parser.parse(pattern)
+    problem = _not_linear(parsed)
+    if problem:
+        return problem
+    ways = _ways(parsed)
+    if ways > MAX_WAYS:
+        return (
+            f"can divide a line in {ways:.0e} ways, {MAX_WAYS:,} are accepted: "
+            "write \\d{1,9} and .{0,80} rather than \\d+ and .*"
+        )
+    return "matches every line" if parsed.getwidth()[0] == 0 and re.search(pattern, "") else ""
+
+
+def _ways(parsed: Iterable[Any]) -> int:
+    """Return in how many ways a sequence can match from one place, at most."""
+    ways = 1
+    for operation, argument in parsed:
+        if operation in _REPEATS:
+            least, most, inner = argument
+            width = (_UNBOUNDED if most is _constants.MAXREPEAT else most) - least + 1
+            ways *= 1 + _ways(inner) if (least, most) == (0, 1) else width
+        elif operation is _constants.SUBPATTERN:
+            ways *= _ways(argument[3])
+        elif operation is _constants.BRANCH:
+            each = [_ways(branch) for branch in argument[1]]
+            ways *= max(each) if _excludes_each_other(argument[1]) else sum(each)
+        elif operation in (_constants.ASSERT, _constants.ASSERT_NOT):
+            ways *= max(1, _ways(argument[1]))
+    return ways
+
+
+def _excludes_each_other(branches: Iterable[Any]) -> bool:
+    """Tell whether alternatives begin differently, so that at most one of them matches at a place."""
+    begins = []
+    for branch in branches:
+        begin = ""
+        for operation, argument in branch:
+            if operation is not _constants.LITERAL:
+                break
+            begin += chr(argument)
+        begins.append(begin)
+    begins.sort()
+    return all(not after.startswith(before) for before, after in itertools.pairwise(begins))
 
 
 def needed_literals(pattern: str) -> frozenset[str] | None:
@@ -66,9 +115,9 @@ def _not_linear(parsed: Iterable[Any]) -> str:
                 return f"repeats without a bound: write {{0,{MAX_REPEAT}}}"
             if most is not _constants.MAXREPEAT and most > MAX_REPEAT:
                 return f"repeats more than {MAX_REPEAT} times"
-            if not single and most > 1 and any(part[0] in _REPEATS for part in inner):
-                return "repeats a repetition"
-        elif operation is _constants.GROUPREF:
+            if not single and most > 1 and _ways(inner) > 1:
+                return "repeats a repetition or alternatives that can match alike"
+        elif operation in _REFERENCES:
             return "refers back to a group"
         for part in _parts(operation, argument):
             problem = _not_linear(part)
