@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 
 import msgspec
 
@@ -76,6 +77,8 @@ class Supervisor:
         self._interrupted_ns = 0
         self._soft_told = self._stuck_told = False
         self._look_at_ns = 0
+        self._went_on_ns = 0
+        """When this process last went on after it had stood still, and its rank with it."""
         self._kill_reason = ""
         self._sigkill_at = 0.0
         self._is_rank_done = False
@@ -84,8 +87,13 @@ class Supervisor:
     def run(self) -> None:
         """Serve until nobody needs this process."""
         while not self._is_over():
-            timeout = max(0.0, self._next_wake() - time.monotonic())
-            for key, _ in self._selector.select(timeout):
+            now = time.monotonic()
+            timeout = max(0.0, self._next_wake() - now)
+            ready = self._selector.select(timeout)
+            if time.monotonic() - now - timeout > self._settings.soft_timeout_s / 4:
+                # The job was suspended, or its machine: the rank could not show progress either.
+                self._went_on_ns = time.monotonic_ns()
+            for key, _ in ready:
                 key.data()
             self._tick()
         if self._hub is not None:
@@ -166,6 +174,7 @@ class Supervisor:
 
     def _judge(self, reading: Reading, now_ns: int) -> Judgement:
         is_running = linux.thread_state(self._settings.rank_pid, reading.main_thread) == "R"
+        reading = replace(reading, since_ns=max(reading.since_ns, self._went_on_ns))
         return judge(reading, self._timeouts, now_ns, self._interrupted_ns, is_running)
 
     # --- the rank ----------------------------------------------------------------------------------------

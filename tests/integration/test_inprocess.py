@@ -445,6 +445,14 @@ def test_an_abort_that_hangs_is_left_behind_in_time_for_the_interruption(ranks: 
     assert done[1].all("enter")[1]["t"] < done[1].one("end")["t"]
 
 
+def test_a_job_that_was_suspended_for_longer_than_its_time_outs_goes_on(ranks: Scenarios) -> None:
+    """Gang scheduling, preemption by suspension: no rank could show progress, and none is taken for hung."""
+    times = {**_SOON, "soft_timeout": 2.0, **_SILENCE}
+    done = ranks.run([(1, "suspend")], others="gloo", times=times)
+    all_returned(done)
+    assert (1, "EXCEPTION") in done[0].records(1)
+
+
 def test_a_function_that_has_used_up_all_descriptors_restarts(ranks: Scenarios) -> None:
     """What unblocks the others, and ends the groups of this rank, has kept some back."""
     done = ranks.run([(1, "descriptors")], others="gloo")

@@ -17,6 +17,7 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -134,6 +135,8 @@ def inject(
             raise Untellable
         case "fork":
             _fork(report)
+        case "suspend":
+            _suspend_all()
         case "descriptors":
             _use_up_descriptors()
         case "restart":
@@ -173,6 +176,20 @@ def inject(
             _kill_supervisor_of(rank, signal.SIGSTOP)
         case _:
             raise AssertionError(kind)
+
+
+def _suspend_all() -> None:
+    """Stop all processes of all ranks for 4.5 s, as ``scontrol suspend`` does; then fail."""
+    pids = []
+    for name in ("supervisor", "rank"):
+        for rank in range(int(os.environ["WORLD_SIZE"])):
+            with open(_pidfile(rank, name)) as file:
+                pids.append(file.read().strip())
+    # Supervisors go on before their ranks: that is the harder order.
+    everybody = " ".join(pids)
+    commands = f"kill -STOP {everybody}; sleep 4.5; kill -CONT {everybody}"
+    subprocess.run(["sh", "-c", commands], check=True)
+    raise ValueError("after the job was suspended")
 
 
 def _use_up_descriptors() -> None:
