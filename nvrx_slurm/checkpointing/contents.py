@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from nvrx_slurm.checkpointing.local.part_format import read_hollow
 from nvrx_slurm.checkpointing.local_parts import is_part
+from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.checksums import opened
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import folder_at
@@ -97,11 +99,14 @@ def _of_part(path: Path) -> Iterator[Entry]:
 def _of_directory(path: Path | str) -> Iterator[Entry]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
-        CachedMetadataFileSystemReader,
-    )
+    from nvrx_slurm.checkpointing.async_ckpt.metadata_pickle import unpickle
 
-    metadata = CachedMetadataFileSystemReader(path, cache_metadata=False).read_metadata()
+    manifest.read(path)  # is it the one that was committed?
+    content = folder_at(path).read(METADATA)
+    # Not by a reader, which may commit what ranks have left: who looks changes nothing.
+    metadata = unpickle(folder_at(path).where(METADATA), io.BytesIO(content), stand_ins=True)
+    if not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+        raise CorruptCheckpointError(folder_at(path).where(METADATA), "it is no metadata of a checkpoint")
     for name, value in metadata.state_dict_metadata.items():
         if isinstance(value, TensorStorageMetadata):
             dtype = value.properties.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -242,6 +243,30 @@ def test_inspect_of_what_is_no_whole_checkpoint_says_so(folder: Path) -> None:
         assert result.stderr.startswith("Error: ")
         assert why in result.stderr
         assert len(result.stderr.splitlines()) == 1
+
+
+def test_inspect_bears_metadata_of_a_framework_that_is_not_here_and_executes_none_of_it(folder: Path) -> None:
+    program = (
+        "import os, pickle, sys, types\n"
+        "from torch.distributed.checkpoint.metadata import Metadata\n"
+        "path = sys.argv[1] + '/.metadata'\n"
+        "metadata = pickle.load(open(path, 'rb'))\n"
+        "framework = sys.modules['framework'] = types.ModuleType('framework')\n"
+        "class Own(Metadata): pass\n"
+        "class Evil:\n"
+        "    def __reduce__(self): return os.mkdir, (sys.argv[1] + '/evil',)\n"
+        "Own.__module__, framework.Own = 'framework', Own\n"
+        "own = Own(**vars(metadata)); own.more = [Evil()]\n"
+        "pickle.dump(own, open(path, 'wb'))"
+    )
+    for manifest in (folder / "dcp").glob("nvrx-manifest-*"):
+        manifest.unlink()  # written by another writer
+    subprocess.run([sys.executable, "-c", program, folder / "dcp"], check=True, timeout=90)
+    entries = json.loads(run("inspect", folder / "dcp", "--json").stdout)["entries"]
+    assert {each["name"] for each in entries} == {"w", "object"}
+    assert not (folder / "dcp/evil").exists()
+    (folder / "dcp/.metadata").write_bytes(pickle.dumps({"w": 1}))
+    assert "no metadata of a checkpoint" in run("inspect", folder / "dcp").stderr
 
 
 def test_a_url_of_a_file_is_its_path(folder: Path) -> None:

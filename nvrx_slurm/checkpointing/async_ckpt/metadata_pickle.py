@@ -25,8 +25,26 @@ _PLAIN = {
 }
 
 
+class StandIn:
+    """In place of an object of a class that is not known here: does nothing, and has what the object had."""
+
+    def __new__(cls, *_arguments: object, **_keywords: object) -> StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *_arguments: object, **_keywords: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of metadata, and no functions that a hostile pickle could call."""
+
+    def __init__(self, file: Any, *, stand_ins: bool) -> None:
+        super().__init__(file)
+        self._stand_ins = stand_ins
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -42,6 +60,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         found = _of_the_program(module, name)
         if found is not None:
             return found
+        if self._stand_ins:
+            return StandIn
         raise pickle.UnpicklingError(
             f"{module}.{name} has no place in a checkpoint's metadata; name it by "
             "torch.serialization.add_safe_globals if you trust it, and import it before"
@@ -60,16 +80,17 @@ def _of_the_program(module: str, name: str) -> Any:
     return None
 
 
-def unpickle(path: Path | str, file: Any) -> Any:
+def unpickle(path: Path | str, file: Any, *, stand_ins: bool = False) -> Any:
     """Return what is in an open file.
 
     Args:
         path: what it is, for the error.
+        stand_ins: take a :class:`StandIn` for what is of classes that are not known, to look at the rest.
 
     Raises:
         CorruptCheckpointError: it can't be unpickled, or names what has no place in metadata.
     """
     try:
-        return _MetadataUnpickler(file).load()
+        return _MetadataUnpickler(file, stand_ins=stand_ins).load()
     except Exception as error:  # whatever a damaged pickle runs into
         raise CorruptCheckpointError(path, f"it can't be read: {error or 'it is cut off'}") from None
