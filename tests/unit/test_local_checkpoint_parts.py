@@ -367,3 +367,20 @@ def test_the_last_iteration_with_all_copies_stays_until_there_is_another(tmp_pat
     assert save(3) == [1, 3]
     strategy.is_down = False
     assert save(4) == [4]
+
+
+@pytest.mark.parametrize("name", ["session", "session/0"])
+@pytest.mark.parametrize("how", ["link", "writable"])
+def test_a_directory_that_another_user_could_exchange_is_refused(tmp_path: Path, name: str, how: str) -> None:
+    manager = LocalCheckpointManager(tmp_path / "root", "session")
+    manager.save(BasicTensorAwareStateDict({"a": torch.ones(3)}), 1)
+    place = tmp_path / "root" / name
+    if how == "link":
+        place.rename(tmp_path / "elsewhere")
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.chmod(0o777)
+    with pytest.raises(CheckpointingException, match=f"{name} is no directory of uid"):
+        manager.save(BasicTensorAwareStateDict({"a": torch.ones(3)}), 2)
+    with pytest.raises(CheckpointingException, match=f"{name} is no directory of uid"):
+        LocalCheckpointManager(tmp_path / "root", "session").find_latest()

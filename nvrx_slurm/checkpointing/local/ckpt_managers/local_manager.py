@@ -74,14 +74,15 @@ class LocalCheckpointManager(BaseCheckpointManager):
         """This rank's directory; it exists afterwards.
 
         Raises:
-            CheckpointingException: it is another user's, or others can write to it.
+            CheckpointingException: it or the session's is a link, another user's, or others can write there.
             OSError: it can't be made.
         """
         directory = self._session_dir / str(self.rank)
         make_directory(directory)
-        found = os.lstat(directory)
-        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-            raise CheckpointingException(f"{directory} is no directory of uid {os.geteuid()} alone.")
+        for each in (self._session_dir, directory) if self.session_id else (directory,):
+            found = os.lstat(each)
+            if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+                raise CheckpointingException(f"{each} is no directory of uid {os.geteuid()} alone.")
         return directory
 
     @property
