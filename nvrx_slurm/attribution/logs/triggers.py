@@ -8,7 +8,7 @@ _TEXT = (
     "(local_rank|"
     "different|"
     "_state|abort|adapter|aligned|alloc|argument|assert|async|authent|available|blew|blocked|broadcast|"
-    "broken|bus|can't|cancel|cannot|catastrophic|caught|central|cgroup|checksum|client|closed|closure|"
+    "broken|bus|can't|cancel|cannot|catastrophic|caught|central|cgroup|checksum|cleaning|client|closed|closure|"
     "code|collective|command|communicator|compatib|completion|connect|contain|controller|corrupt|could|"
     "crash|crc|curl|current|damaged|denied|deserializ|device|died|dimension|diverged|divisible|double|down|"
     "drain|driver|dumped|eacces|eaddrin|edac|edquot|efa|eligible|enoent|enospc|enotconn|enough|enqueued|enroot|equal|err|"
