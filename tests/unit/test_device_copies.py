@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nvrx_slurm.checkpointing.async_ckpt import device_copy
+from nvrx_slurm.checkpointing.async_ckpt.agreement import device_of
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena
 from nvrx_slurm.checkpointing.async_ckpt.snapshot import Snapshot, SnapshotMode
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
@@ -214,6 +215,26 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         device_copy, "bytes_of", lambda s: on_device(s.content, s.device, s.machine, s.recorded)
     )
     return machine
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("gloo", "cpu"),
+        ("undefined", "cpu"),
+        ("nccl", "cuda:3"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda:3"),
+        ("xccl", "cuda:3"),
+    ],
+)
+def test_ranks_agree_in_host_memory_where_their_group_can_do_that(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _group: backend)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert str(device_of()) == device
 
 
 @pytest.fixture

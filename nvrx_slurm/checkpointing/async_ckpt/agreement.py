@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_OF_HOST_MEMORY = ("gloo", "mpi", "ucc", "fake", "undefined")  # undefined: gloo beside that of the device
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ def agree(index: int, *, done: bool, failed: bool, skipped: bool = False) -> Agr
     if not (dist.is_available() and dist.is_initialized()):
         return Agreement(done, 0 if failed else None, index, index, skipped)
     said = [index, -index, 0 if done else 1, dist.get_rank() + 1 if failed else 0, int(skipped)]
-    tensor = torch.tensor(said, dtype=torch.int64, device=_device())
+    tensor = torch.tensor(said, dtype=torch.int64, device=device_of())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     highest, lowest, missing, failed_rank, is_skipped = tensor.tolist()
     return Agreement(
@@ -37,7 +40,11 @@ def agree(index: int, *, done: bool, failed: bool, skipped: bool = False) -> Agr
     )
 
 
-def _device() -> torch.device:
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def device_of(group: Any = None) -> torch.device:
+    """Return where tensors are for a collective of a group: in host memory wherever it can do that."""
+    backend = str(dist.get_backend(group)).lower()  # "nccl", or as "cpu:gloo,cuda:nccl"
+    if any(name in backend for name in _OF_HOST_MEMORY):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, f"{backend} without a device"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

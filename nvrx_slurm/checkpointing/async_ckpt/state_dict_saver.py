@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nvrx_slurm.checkpointing.async_ckpt.agreement import device_of
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvrx_slurm.checkpointing.async_ckpt.save_names import next_save
 from nvrx_slurm.checkpointing.storage.torch_internals import require
@@ -223,7 +224,6 @@ def _is_known(all_plans: list[Any] | None, local: Any, rank: int, group: Any) ->
 def _all_agree(said: list[bool], group: Any) -> list[bool]:
     if not group.use_dist:
         return said
-    nccl = dist.get_backend(group.group) == "nccl"
-    vote = torch.tensor(list(map(int, said)), device="cuda" if nccl else "cpu")
+    vote = torch.tensor(list(map(int, said)), device=device_of(group.group))
     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group.group)
     return list(map(bool, vote.tolist()))
