@@ -17,6 +17,7 @@ Jobs = Callable[..., LocalJob]
 SCRIPT = (
     RANK
     + """
+import logging
 import torch
 from nvrx_slurm.checkpointing import storage
 from nvrx_slurm.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
@@ -25,7 +26,7 @@ from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 import warnings
 from functools import partial
 import torch.distributed.checkpoint as dcp
-from nvrx_slurm.checkpointing.async_ckpt.core import AsyncRequest
+from nvrx_slurm.checkpointing.async_ckpt.core import AsyncRequest, WhenFull
 from nvrx_slurm.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize, save_state_dict_async_plan)
@@ -64,6 +65,12 @@ if rank == 0:
     dcp.load(loaded, checkpoint_id=f"{folder}/directory", no_dist=True)
     print(f"step {state['step']}, local {local.find_latest()}, directory {loaded['step'].unique().item()}")
     assert local.load()[0].state_dict.get("tensor", torch.ones(1)).all()
+    logging.disable()
+    full = TorchAsyncCheckpoint(max_inflight_bytes=20 << 20, when_full=WhenFull.SKIP)
+    os.kill(full._queue._caller._current.pid, signal.SIGSTOP)  # a storage that can't keep up
+    for _ in range(2):
+        full.async_save({"tensor": torch.ones(1 << 20)}, f"{folder}/full.pt")
+    full.close(abort=True)
 """
 )
 
@@ -89,6 +96,9 @@ def test_a_copied_checkpoint_is_written_although_its_rank_has_died(job: Jobs) ->
     assert saved == {(1, "local"), (1, "shared")}
     loaded = run.events(journal.CheckpointLoaded)
     assert loaded == [journal.CheckpointLoaded(step=2, layer="local", rank=0)]
+    why = "skipped: no room for another snapshot beside 1 that are being written"
+    assert run.events(journal.CheckpointHeldUp) == [journal.CheckpointHeldUp(save=1, rank=0, why=why)]
+    assert why in run.stderr
     assert run.nothing_is_left()
 
 
