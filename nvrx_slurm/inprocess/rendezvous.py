@@ -67,18 +67,21 @@ def close_meeting(store: Any, meeting: Meeting) -> None:
     # Some kinds of stores can't.
     with contextlib.suppress(Exception):
         store.delete_key(meeting.key)
+        store.delete_key(f"{meeting.key}/hubs")
 
 
 def _call_together(link: Link, store: Any, key: str, world_size: int, rejoin: bool) -> Meeting:
     token = secrets.token_hex(16)
     port = link.host(token, world_size, rejoin)
     meeting = Meeting(tuple((host, port) for host in _own_hosts()), token, key)
-    text = msgspec.json.encode(meeting)
-    if store.compare_set(key, "", text.decode()) != text:
+    # Stores of users have add, which rank assignment needs, but not all compare_set.
+    # With rejoin it may be in place of a rank 0 that ended just here.
+    if store.add(f"{key}/hubs", 1) > 1 and not rejoin:
         raise InternalError(
             f"the store of store_factory has the key {key} already: another job uses the same store, by the "
             "same MASTER_PORT for example, or it is left of an earlier one"
         )
+    store.set(key, msgspec.json.encode(meeting).decode())
     return meeting
 
 
