@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from .jobs import SlurmJob, wait_until
 
-TAKEOVER_S = 150.0
+TAKEOVER_S = 280.0
 """8.5 s until the agents are sure, 30 s of lease, a new Coordinator, ranks that import torch; patience."""
+
+SLOWLY = ("--step-delay=0.15",)
+"""So that training lasts longer than the 8.5 s for which ranks train on without a Coordinator."""
 
 
 def batch_host(job: SlurmJob) -> str:

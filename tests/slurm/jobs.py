@@ -191,7 +191,9 @@ class SlurmJobs:
             *options,
             str(TRAIN_GPT),
             f"--steps={steps}",
-            *("--layers", "2", "--width", "64", "--ckpt-every", "10"),
+            # Waiting between steps, it leaves the processors to what is under test, and lasts long enough
+            # on a fast machine, too.
+            *("--layers", "2", "--width", "64", "--ckpt-every", "10", "--step-delay", "0.05"),
             *program,
             nodes=nodes,
             name=name,

@@ -47,7 +47,9 @@ def site(tmp_path: Path) -> Site:
 
 
 def _train(slurm: SlurmJobs, site: Site, steps: int, *, nodes: int, spares: int) -> SlurmJob:
-    return slurm.train(steps, f"--health-config={site.config}", nodes=nodes, spares=spares)
+    # So slowly that checks find what has broken while it trains.
+    slowly = ("--step-delay=0.2",)
+    return slurm.train(steps, f"--health-config={site.config}", nodes=nodes, spares=spares, program=slowly)
 
 
 def _says(job: SlurmJob, node: str) -> list[str]:

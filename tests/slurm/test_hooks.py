@@ -218,7 +218,11 @@ def test_a_node_that_is_broken_before_the_job_begins_is_drained_and_the_job_goes
 def test_of_an_array_only_the_task_whose_node_is_broken_starts_again(site: Site) -> None:
     """The last task has the id of the array, and gets the last node: an order for that id is one for all."""
     site.break_node("n6", "prolog")
-    array = site.submit("sleep 3", "--array=1-3", "-N1", "--exclusive", "-x", "n[1-3]")
+    go_on = site.prefix / "the_array_goes_on"
+    waits = f"until [ -e {go_on} ]; do sleep 0.1; done"
+    array = site.submit(waits, "--array=1-3", "-N1", "--exclusive", "-x", "n[1-3]")
+    wait_until("all tasks have had a node", lambda: "n6" in site.drained())
+    go_on.touch()
     wait_until("the array", lambda: not site.run("squeue", "-h", "-j", array).strip())
     told = site.run("scontrol", "-o", "show", "job", array).splitlines()
     tasks = [parse_fields(line) for line in told if line.startswith("JobId=")]

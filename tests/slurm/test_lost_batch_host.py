@@ -20,7 +20,7 @@ from nvrx_slurm.journal import (
     Verdict,
 )
 
-from .batch_host import TAKEOVER_S, batch_host, wait_for_state
+from .batch_host import SLOWLY, TAKEOVER_S, batch_host, wait_for_state
 from .jobs import SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 def test_w21_a_job_whose_batch_host_dies_is_requeued_without_it_and_training_resumes(
     slurm: SlurmJobs,
 ) -> None:
-    job = slurm.train(200, nodes=3, spares=0)
+    job = slurm.train(200, nodes=2, spares=0)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
 
@@ -54,10 +54,10 @@ def test_w21_a_standby_goes_on_in_the_same_allocation_and_slurm_learns_the_exit_
     slurm: SlurmJobs,
 ) -> None:
     steps = 200
-    undisturbed = slurm.train(steps, nodes=4, spares=0, name="undisturbed")
+    undisturbed = slurm.train(steps, nodes=2, spares=0, name="undisturbed")
     assert undisturbed.wait_for_end() == 0, undisturbed.log()
 
-    job = slurm.train(steps, "--standby-coordinator", nodes=5, spares=1, name="disturbed")
+    job = slurm.train(steps, "--standby-coordinator", nodes=3, spares=1, name="disturbed", program=SLOWLY)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     killed = time.time()
@@ -85,7 +85,7 @@ def test_w21_a_standby_goes_on_in_the_same_allocation_and_slurm_learns_the_exit_
 
 
 def test_w21_a_job_that_fails_under_a_standby_is_a_failed_job(slurm: SlurmJobs) -> None:
-    job = slurm.train(4000, "--standby-coordinator", "--max-restarts=1", nodes=5, spares=1)
+    job = slurm.train(4000, "--standby-coordinator", "--max-restarts=1", nodes=3, spares=1, program=SLOWLY)
     job.wait_for_training(cycle=0)
     host = batch_host(job)
     slurm.cluster.kill_node(host)

@@ -94,7 +94,7 @@ def test_a_killed_rank_a_hung_rank_and_a_lost_node_leave_the_loss_curve_as_it_is
 
 
 def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: SlurmJobs) -> None:
-    job = slurm.train(2000, "--rejoin-timeout=5s", nodes=4, spares=0, sbatch=("--no-requeue",))
+    job = slurm.train(2000, "--rejoin-timeout=5s", nodes=2, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
     slurm.cluster.kill_node(lost)
@@ -108,8 +108,8 @@ def test_a_lost_node_without_a_spare_ends_the_job_with_75_and_says_why(slurm: Sl
 
 
 def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes(slurm: SlurmJobs) -> None:
-    # given four nodes that train, a fifth that is free, and a node that the user has excluded already
-    job = slurm.train(200, "--rejoin-timeout=5s", nodes=3, spares=0, sbatch=("--exclude=n5",))
+    # given nodes that train, others that are free, and a node that the user has excluded already
+    job = slurm.train(200, "--rejoin-timeout=5s", nodes=2, spares=0, sbatch=("--exclude=n5",))
     job.wait_for_training(cycle=0, steps=15)
     lost = next(node for node in job.active_nodes() if node != job.slurm_fields()["BatchHost"])
 
@@ -127,7 +127,7 @@ def test_too_few_nodes_requeue_the_job_without_the_lost_one_and_training_resumes
 
 
 def test_a_partitioned_node_is_replaced_and_kills_its_own_ranks(slurm: SlurmJobs) -> None:
-    job = slurm.train(150, nodes=5, spares=1)
+    job = slurm.train(150, nodes=3, spares=1)
     job.wait_for_training(cycle=0)
     cut_off = job.active_nodes()[1]
     assert slurm.left_on(cut_off)
@@ -145,7 +145,7 @@ def test_a_partitioned_node_is_replaced_and_kills_its_own_ranks(slurm: SlurmJobs
 
 
 def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
-    job = slurm.train(2000, nodes=5, spares=1)
+    job = slurm.train(2000, nodes=3, spares=1)
     job.wait_for_training(cycle=0)
     slurm.run("scancel", job.job_id)
     job.wait_for_end()
@@ -156,7 +156,7 @@ def test_nothing_is_left_after_scancel(slurm: SlurmJobs) -> None:
 
 
 def test_w20_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> None:
-    job = slurm.train(2000, nodes=5, spares=1)
+    job = slurm.train(2000, nodes=3, spares=1)
     job.wait_for_training(cycle=0)
     host = job.slurm_fields()["BatchHost"]
     slurm.cluster.exec(host, ["pkill", "-KILL", "-f", "bin/nvrx-srun"], check=True)
@@ -167,9 +167,9 @@ def test_w20_nothing_is_left_after_nvrx_srun_was_killed(slurm: SlurmJobs) -> Non
 
 @pytest.mark.parametrize("process", ["nvrx-agent", "nvrx-guardian", "nvrx-warm"])
 def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, process: str) -> None:
-    job = slurm.train(120, "--rejoin-timeout=0", nodes=5, spares=1)
+    job = slurm.train(120, "--rejoin-timeout=0", nodes=3, spares=1)
     job.wait_for_training(cycle=0)
-    node = job.active_nodes()[2]
+    node = job.active_nodes()[1]
     slurm.cluster.exec(node, ["pkill", "-KILL", "-x", process], check=True)
     job.wait_for(FirstStep, cycle=1)
     if process != "nvrx-warm":
@@ -180,7 +180,7 @@ def test_a_killed_agent_costs_its_node_and_leaves_nothing(slurm: SlurmJobs, proc
 
 
 def test_a_signal_before_the_time_limit_saves_and_ends_with_75(slurm: SlurmJobs) -> None:
-    job = slurm.train(2000, nodes=4, spares=0, sbatch=("--no-requeue",))
+    job = slurm.train(2000, nodes=2, spares=0, sbatch=("--no-requeue",))
     job.wait_for_training(cycle=0)
     slurm.run("scancel", "--batch", "--signal=USR2", job.job_id)
     assert job.wait_for_end() == 75, job.log()

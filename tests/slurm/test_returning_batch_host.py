@@ -11,7 +11,7 @@ import pytest
 from nvrx_slurm.coordinator.lease import LeaseFile
 from nvrx_slurm.journal import CycleStarted, FirstStep, JobEnded, Requeued, Verdict
 
-from .batch_host import TAKEOVER_S, batch_host, wait_for_state
+from .batch_host import SLOWLY, TAKEOVER_S, batch_host, wait_for_state
 from .jobs import SlurmJobs, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -35,7 +35,7 @@ def patient_slurm(slurm: SlurmJobs) -> Iterator[SlurmJobs]:
 
 
 def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothing(slurm: SlurmJobs) -> None:
-    job = slurm.train(400, "--standby-coordinator", nodes=5, spares=1)
+    job = slurm.train(300, "--standby-coordinator", nodes=3, spares=1, program=SLOWLY)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     slurm.cluster.exec(host, ["pkill", "-STOP", "-f", "bin/nvrx-srun"], check=True)
@@ -50,13 +50,13 @@ def test_w21_a_coordinator_that_thaws_after_a_successor_took_over_changes_nothin
     assert job.slurm_fields()["Restarts"] == "0", "no requeue: the old batch script has told the code"
     told = [type(record.event) for record in job.records()[began:]]
     assert set(told) & {CycleStarted, Verdict, Requeued} == set()
-    assert sorted(job.curve()) == list(range(1, 401))
+    assert sorted(job.curve()) == list(range(1, 301))
     slurm.wait_until_nothing_is_left(list(slurm.cluster.node_names))
 
 
 def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(patient_slurm: SlurmJobs) -> None:
     slurm = patient_slurm
-    job = slurm.train(400, "--standby-coordinator", nodes=5, spares=1)
+    job = slurm.train(300, "--standby-coordinator", nodes=3, spares=1, program=SLOWLY)
     job.wait_for_training(cycle=0, steps=15)
     host = batch_host(job)
     slurm.cluster.partition_node(host)
@@ -69,6 +69,6 @@ def test_w21_a_batch_host_that_is_cut_off_and_comes_back_changes_nothing(patient
 
     wait_until("the end", lambda: bool(job.events(JobEnded)))
     assert [e.event.code for e in job.events(JobEnded)] == [0], job.log()
-    assert sorted(job.curve()) == list(range(1, 401))
+    assert sorted(job.curve()) == list(range(1, 301))
     wait_for_state(job, "COMPLETED")
     assert job.slurm_fields()["ExitCode"] == "0:0"

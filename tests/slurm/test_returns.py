@@ -43,13 +43,13 @@ def _last_started(job: SlurmJob) -> CycleStarted:
 
 
 def test_a_killed_agent_without_a_spare_heals_in_the_same_allocation(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 120, nodes=4, spares=0)
+    job = _train(slurm, 120, nodes=2, spares=0)
     job.wait_for_training(cycle=0)
     nodes = job.active_nodes()
-    slurm.cluster.exec(nodes[2], ["pkill", "-KILL", "-x", "nvrx-agent"], check=True)
+    slurm.cluster.exec(nodes[1], ["pkill", "-KILL", "-x", "nvrx-agent"], check=True)
     job.wait_for(FirstStep, cycle=1)
     # Two ranks a node again: the new step has the node's GPUs as the first one had.
-    assert (job.active_nodes(), _last_started(job).world_size) == (nodes, 8)
+    assert (job.active_nodes(), _last_started(job).world_size) == (nodes, 4)
     assert job.slurm_fields()["Restarts"] == "0"
     assert job.wait_for_end() == 0, job.log()
     assert sorted(job.curve()) == list(range(1, 121))
@@ -58,7 +58,7 @@ def test_a_killed_agent_without_a_spare_heals_in_the_same_allocation(slurm: Slur
 
 
 def test_a_node_that_was_cut_off_for_a_while_comes_back_as_a_spare(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=5, spares=1)
+    job = _train(slurm, 2000, nodes=4, spares=1)
     job.wait_for_training(cycle=0)
     cut_off = job.active_nodes()[1]
     slurm.cluster.partition_node(cut_off)
@@ -77,7 +77,7 @@ def test_a_node_that_was_cut_off_for_a_while_comes_back_as_a_spare(slurm: SlurmJ
 
 
 def test_a_node_that_lost_power_comes_back_to_the_job_if_slurm_has_not_missed_it(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 2000, nodes=5, spares=1)
+    job = _train(slurm, 2000, nodes=3, spares=1)
     job.wait_for_training(cycle=0)
     lost = job.active_nodes()[1]
     slurm.cluster.kill_node(lost)
@@ -86,9 +86,9 @@ def test_a_node_that_lost_power_comes_back_to_the_job_if_slurm_has_not_missed_it
     _wait_for_return(job, lost)
     # srun ends its whole step when a node of it has rebooted: the others have new agents too, then.
     wait_until(
-        f"all five nodes have agents, and four train\n{job.log()}",
+        f"all three nodes have agents, and two train\n{job.log()}",
         lambda: (
-            len(_with_agents(job)) == 5
+            len(_with_agents(job)) == 3
             and job.events(FirstStep)[-1].cycle == job.events(CycleStarted)[-1].cycle
         ),
     )
@@ -101,7 +101,7 @@ def test_a_node_that_lost_power_comes_back_to_the_job_if_slurm_has_not_missed_it
 
 
 def test_a_node_that_slurm_has_taken_out_of_the_job_is_given_up(slurm: SlurmJobs) -> None:
-    job = _train(slurm, 150, nodes=5, spares=1)
+    job = _train(slurm, 150, nodes=3, spares=1)
     job.wait_for_training(cycle=0)
     lost = job.active_nodes()[1]
     slurm.cluster.kill_node(lost)
