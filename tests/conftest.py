@@ -8,10 +8,11 @@ import pytest
 
 _HERE = Path(__file__).parent
 _MINUTES = (
-    "slurm/test_lost_batch_host.py",
     "slurm/test_main_job.py",
-    "integration/test_lost_coordinator.py",
+    "slurm/test_standby.py",
     "slurm/test_returning_batch_host.py",
+    "integration/test_lost_coordinator.py",
+    "slurm/test_lost_batch_host.py",
 )
 """Files that take several minutes."""
 _FOLDERS = ("slurm", "integration", "unit")
