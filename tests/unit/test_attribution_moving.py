@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from nvrx_slurm.attribution.attribute import conclude
 from nvrx_slurm.attribution.culprits import SUSPICION
 from nvrx_slurm.attribution.evidence import CycleEvidence, ProcessFault
@@ -121,6 +124,37 @@ def test_who_has_waited_for_seconds_by_its_own_clock_is_believed_whatever_the_ot
         gloo(3, 5.966, 0.885, 0.908, 0.958, retired=2),
     )
     assert [c.rank for c in report.culprits] == [1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.lists(st.floats(0.0, 0.6), min_size=4, max_size=4),
+    st.floats(0.01, 0.5),
+    st.floats(2.5, 20.0),
+    st.booleans(),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_whoever_is_dumped_first_is_not_blamed_and_whoever_hangs_is(
+    rank: int, later: list[float], step_s: float, waited: float, hangs: bool, busy: list[bool]
+) -> None:
+    """Four ranks call an all-reduce each step; traces are taken within 0.6 s; one hangs, or none does."""
+    begun = [step_s * n for n in range(1, 9)]
+    end = begun[-1] + waited if hangs else begun[-1]
+    traces = []
+    for one in range(4):
+        taken = end + later[one]
+        if hangs:
+            launched = begun[:-1] if one == rank else begun
+            ended = 7
+        else:
+            launched = [step_s * n for n in range(1, 1 + int(taken / step_s + 1e-9))]
+            # Nobody is late, so an operation lasts for a moment only.
+            ended = len(launched) - (busy[one] and taken - launched[-1] < 0.1)
+        traces.append(gloo(one, taken, *launched, retired=ended))
+    report = report_of(*traces)
+    found = [culprit.rank for culprit in report.culprits if not culprit.is_suspicion]
+    assert found == ([rank] if hangs else []), report
 
 
 def test_a_hang_is_found_with_a_short_time_out_too() -> None:

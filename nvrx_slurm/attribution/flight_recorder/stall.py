@@ -13,6 +13,8 @@ _SKEW_SEQUENCES = 2
 """A lag of more operations than this is believed even if the dumps were not taken at one moment."""
 _JUST_NOW_S = 0.2
 """Nobody need have launched what a peer launched so shortly before, or less than a usual operation before."""
+_LIVELY_S = 0.3
+"""Who launched an operation so shortly before its own dump is not stuck in Python, nor in that operation."""
 _STUCK_S = 2.0
 """Who has waited so long by its own clock is waiting in vain, whatever the clocks of the others say."""
 
@@ -118,25 +120,24 @@ class Stall:
         False where the dumps do not tell.
         """
         trace = self.traces[lag.rank]
-        launches = [
-            launch for number, launch in self._launches.get(lag.group, {}).items() if number > lag.mine
-        ]
-        if trace.written_at is None or not launches:
+        idle = trace.idle_s if lag.op is None else trace.age_s(lag.group, lag.mine)
+        if idle is not None and 0 <= idle < _LIVELY_S:
+            return True
+        ahead = {n: launch for n, launch in self._launches.get(lag.group, {}).items() if n > lag.mine}
+        if trace.written_at is None or not ahead or min(ahead) - lag.mine > _SKEW_SEQUENCES:
             return False
         usual = min(max(_JUST_NOW_S, trace.typical_op_s or 0.0), _STUCK_S)
-        return all(at > trace.written_at - usual and waited < _STUCK_S for at, waited in launches)
+        return all(at > trace.written_at - usual and waited < _STUCK_S for at, waited in ahead.values())
 
     @cached_property
     def _launches(self) -> dict[GroupKey, dict[int, tuple[float, float]]]:
-        """When each operation that has not ended was first launched, and how long it had been waited for."""
+        """When each of the newest operations was first launched, and how long before its rank's dump."""
         found: dict[GroupKey, dict[int, tuple[float, float]]] = defaultdict(dict)
         for trace in self.traces.values():
-            for key, op in trace.pending:
-                if op.is_p2p or op.launched_at is None or trace.written_at is None:
-                    continue
-                mine = (op.launched_at, trace.written_at - op.launched_at)
-                at, waited = found[key].get(op.collective_seq_id, mine)
-                found[key][op.collective_seq_id] = (min(at, mine[0]), max(waited, mine[1]))
+            for key, number, launched in trace.launches if trace.written_at is not None else ():
+                before = (trace.written_at or 0.0) - launched
+                at, waited = found[key].get(number, (launched, before))
+                found[key][number] = (min(at, launched), max(waited, before))
         return found
 
     def device_lags(self) -> list[Lag]:

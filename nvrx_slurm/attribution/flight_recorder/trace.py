@@ -16,6 +16,8 @@ from nvrx_slurm.attribution.flight_recorder.load import DumpError
 MAX_PENDING = 64
 """Operations kept per rank, the oldest: what blocks a rank is among them."""
 _MAX_DURATIONS = 32
+_LAUNCHES = 16
+"""Of the newest operations, ended or not, it is kept when they were launched."""
 MAX_RANKS = 2**17
 """More than any job has: a dump of a higher rank would make all below it missing."""
 _MAX_NUMBER = 2**53
@@ -59,15 +61,7 @@ class Op(msgspec.Struct, frozen=True):
     state: str = ""
     retired: bool = False
     is_p2p: bool = False
-    time_created_ns: Any = None
-    """When it was launched, Unix time; other writers than torch leave what is no number."""
     frames: list[Frame] | None = None
-
-    @property
-    def launched_at(self) -> float | None:
-        """Unix seconds."""
-        ns = self.time_created_ns
-        return ns / 1e9 if isinstance(ns, int) and 0 < ns < _MAX_NS else None
 
     @property
     def kind(self) -> str:
@@ -116,6 +110,10 @@ class RankTrace:
     groups: dict[GroupKey, GroupState] = field(default_factory=dict)
     pending: list[tuple[GroupKey, Op]] = field(default_factory=list)
     """Operations that have not ended, in the order of the ring, at most MAX_PENDING."""
+    launches: list[tuple[GroupKey, int, float]] = field(default_factory=list)
+    """Group, number and Unix seconds of the newest collectives, whether they have ended or not."""
+    last_launch: float | None = None
+    """Unix seconds of the newest operation of all."""
     typical_op_s: float | None = None
     """Median time from launch to end of the last operations."""
     node: str | None = None
@@ -123,6 +121,20 @@ class RankTrace:
     written_at: float | None = None
     """Unix seconds, as the manifest says."""
     caveats: list[str] = field(default_factory=list)
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long before the dump the rank launched its newest operation, by its own clock."""
+        if self.written_at is None or self.last_launch is None:
+            return None
+        return self.written_at - self.last_launch
+
+    def age_s(self, group: GroupKey, number: int) -> float | None:
+        """How long before the dump the rank launched an operation, if it is one of the newest."""
+        if self.written_at is None:
+            return None
+        found = (at for key, mine, at in self.launches if (key, mine) == (group, number))
+        return next((self.written_at - at for at in found), None)
 
     @property
     def head(self) -> tuple[GroupKey, Op] | None:
@@ -177,7 +189,9 @@ class _Reducer:
     def trace(self) -> RankTrace:
         for name, config in self._config.items():
             self._state(self._key(config.name or name, config.desc))
-        self._take_all(self._dump.get("entries") or [])
+        entries = self._dump.get("entries") or []
+        self._take_all(entries)
+        self._take_times(entries[-_LAUNCHES:])
         self._take_status()
         if any(state.enqueued > _MAX_NUMBER for state in self._trace.groups.values()):
             raise ValueError("an operation's number is out of range")
@@ -243,6 +257,17 @@ class _Reducer:
             if isinstance(ended, int) and isinstance(began, int) and ended > began > 0:
                 self._durations.append(ended - began)
         return state
+
+    def _take_times(self, entries: list[dict[str, Any]]) -> None:
+        for entry in entries:
+            ns, group = entry.get("time_created_ns"), entry.get("process_group") or ("", "")
+            # Other writers than torch leave what is no number.
+            if not isinstance(ns, int) or not 0 < ns < _MAX_NS:
+                continue
+            self._trace.last_launch = max(ns / 1e9, self._trace.last_launch or 0.0)
+            if not entry.get("is_p2p"):
+                key = self._key(str(group[0]), str(group[1]))
+                self._trace.launches.append((key, int(entry.get("collective_seq_id", -1)), ns / 1e9))
 
     def _take_status(self) -> None:
         statuses = msgspec.convert(self._dump.get("pg_status") or {}, dict[int, _Status], strict=False)
