@@ -137,6 +137,13 @@ class TestSiteRules:
             ("- id: a\n  policy: [root, gpu, yes, no]\n  match: ['(a)?(?(1)b|c)']\n", "refers back"),
             ("- id: a\n  policy: [root, gpu, yes, no]\n  match: ['x{0,9}']\n", "matches every line"),
             ("- id: a\n  policy: [root, gpu, yes, no]\n  regex: ['a']\n", "unknown key regex"),
+            ("- id: a\n  policy: [root, gpu, yes, no]\n  match: abc\n", "`match` must be a list of texts"),
+            ("- id: a\n  policy: [root, gpu, yes, no]\n  match: [5]\n", "`match` must be a list of texts"),
+            ("- id: a\n  policy: [root, gpu, yes, no]\n  match: ['']\n", "`match` must be a list of texts"),
+            ("- id: a\n  policy: [root, gpu, yes, no]\n  strength: high\n", "`strength` must be a whole"),
+            ("- id: a\n  policy: [root, gpu, yes, no]\n  strength: .nan\n", "`strength` must be a whole"),
+            ("- id: a\n  policy: [root, gpu, yes, no]\n  soft: maybe\n", "`soft` must be true or false"),
+            ("- id: a\n  is: [a]\n", "`is` must be a family's id"),
             ("- id: a.b\n  is: nowhere\n  match: ['a']\n", "names no family"),
         ],
     )

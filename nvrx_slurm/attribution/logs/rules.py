@@ -254,10 +254,26 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
                 f"rules file {path}, {entry['id']}: unknown key {sorted(unknown)[0]}; accepted: "
                 + ", ".join(sorted(_KEYS))
             )
+        for key, (kind, accepted) in _TYPES.items():
+            value = entry.get(key)
+            if key in entry and not (
+                all(type(one) is str and one for one in value)
+                if kind is list and type(value) is list
+                else type(value) is kind
+            ):
+                raise RulesError(f"rules file {path}, {entry['id']}: `{key}` must be {accepted}")
         yield entry
 
 
 _KEYS = frozenset(["id", "is", "policy", "says", "strength", "soft", "transient", "match"])
+_TYPES: dict[str, tuple[type, str]] = {
+    "is": (str, "a family's id"),
+    "says": (str, "a text"),
+    "strength": (int, "a whole number"),
+    "soft": (bool, "true or false"),
+    "transient": (bool, "true or false"),
+    "match": (list, "a list of texts"),
+}
 
 
 def _family(entry: dict[str, Any], known: dict[str, Family], path: Path) -> Family:
