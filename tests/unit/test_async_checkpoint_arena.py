@@ -59,6 +59,17 @@ def test_memory_that_nobody_wants_any_more_goes_while_it_is_being_mapped() -> No
     assert gone() is None
 
 
-def test_a_source_that_has_gone_is_an_error_of_the_first_copy() -> None:
+def test_a_program_that_ends_can_still_copy_with_the_thread_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    arena, content = Arena(SIZE + 11), torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    copy(arena, content, 11, 3)
+    assert torch.equal(arena.as_tensor(11, SIZE), content)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_source_that_has_gone_is_an_error_of_the_first_copy(threads: int) -> None:
     with pytest.raises(OSError, match="Bad address"):
-        Arena(SIZE).copy([(0, 8, 100)])
+        Arena(SIZE).copy([(place, 8, 100) for place in (0, 100, 200)], threads)

@@ -91,12 +91,25 @@ class Arena:
             for place, source, size in ranges
             for done in range(0, size, _PIECE)
         ]
-        if threads == 1 or len(pieces) == 1:
-            for piece in pieces:
-                self._write_from(*piece)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda piece: self._write_from(*piece), pieces))
+        left, errors, helpers = iter(pieces), list[OSError](), list[threading.Thread]()
+
+        def write() -> None:
+            try:
+                for piece in left:
+                    self._write_from(*piece)
+            except OSError as error:
+                errors.append(error)
+
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the program is ending
+            for _ in range(min(threads, len(pieces)) - 1):
+                helper = threading.Thread(target=write, daemon=True, name="nvrx-copier")
+                helper.start()
+                helpers.append(helper)
+        write()
+        for helper in helpers:
+            helper.join()
+        if errors:
+            raise errors[0]
 
     def _write_from(self, place: int, source: int, size: int) -> None:
         content = memoryview((ctypes.c_char * size).from_address(source)).cast("B")
