@@ -24,7 +24,7 @@ import torch
 from test_checkpoint_storage import same, state
 
 from nvrx_slurm.checkpointing import storage
-from nvrx_slurm.checkpointing.async_ckpt import copying, worker, worker_process
+from nvrx_slurm.checkpointing.async_ckpt import copying, snapshot, worker, worker_process
 from nvrx_slurm.checkpointing.async_ckpt.arena import Arena, ArenaPool, OutOfMemoryError
 from nvrx_slurm.checkpointing.async_ckpt.core import (
     AsyncCallsQueue,
@@ -113,6 +113,15 @@ class TestSnapshot:
             assert [set(loaded[str(i)].tolist()) for i in range(MANY)] == [
                 {i + 100 * save} for i in range(MANY)
             ]
+
+    def test_tiny_tensors_for_which_there_is_no_room_among_those_copied_at_once_are_saved(
+        self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(snapshot, "_SMALL_IN_ALL", 1 << 10)
+        state = {"full": torch.zeros(1 << 8), "step": torch.tensor(3.0), "flags": torch.ones(63).bool()}
+        checkpoint.async_save(state, tmp_path / "c.pt")
+        checkpoint.finalize_async_save(blocking=True)
+        assert same(storage.load(tmp_path / "c.pt"), state)
 
     def test_overlapped_an_optimizer_step_waits_until_its_parameters_are_copied(
         self, tmp_path: Path, checkpoint: TorchAsyncCheckpoint
@@ -487,6 +496,21 @@ class TestTrainerEnds:
         # The worker has inherited standard output, so run() has waited for its end, or nearly.
         assert ended(int(done.stdout))
         assert torch.load(tmp_path / "a.pt")["a"].sum() == 1000
+
+    @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError"])
+    def test_a_program_that_ends_without_waiting_still_has_its_last_save(
+        self, tmp_path: Path, end: str
+    ) -> None:
+        program = (
+            "import sys, torch\n"
+            "from nvrx_slurm.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint\n"
+            "TorchAsyncCheckpoint().async_save({'a': torch.ones(10 << 20)}, sys.argv[1])\n"
+            f"{end}"
+        )
+        subprocess.run(
+            [sys.executable, "-c", program, tmp_path / "a.pt"], capture_output=True, timeout=250, check=False
+        )  # returns when the worker has ended, which has inherited standard output
+        assert torch.load(tmp_path / "a.pt")["a"].sum() == 10 << 20
 
     def test_killed_during_the_copy_nothing_is_left_and_the_worker_ends(self, tmp_path: Path) -> None:
         program = (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nvrx_slurm.checkpointing.async_ckpt import save_names
+from nvrx_slurm.checkpointing.async_ckpt import filesystem_async, save_names
 from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
@@ -226,3 +226,67 @@ def test_a_plan_that_is_a_link_of_somebody_else_is_not_followed(tmp_path: Path) 
     with pytest.raises(OSError, match="symbolic link"):
         pending.plans(LocalFolder(tmp_path / "a"))
     assert loaded(tmp_path / "a") == 1
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_save_planned_before_the_one_before_was_committed_leaves_its_files(
+    tmp_path: Path, is_committed: bool
+) -> None:
+    first, second = plan(tmp_path, 1), plan(tmp_path, 2)
+    write(first)
+    if is_committed:
+        save_state_dict_async_finalize(*first)
+    planned = set(tmp_path.glob("nvrx-plan-*"))
+    write(second)
+    for path in set(tmp_path.glob("nvrx-plan-*")) - planned:
+        path.unlink()  # as if its ranks had been killed just before
+    assert loaded(tmp_path) == 1
+
+
+def test_a_save_of_a_restarted_job_leaves_the_files_of_one_that_waits_for_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, 1)
+    monkeypatch.setattr(filesystem_async, "_saved_to", [])
+    monkeypatch.setattr(filesystem_async, "_sequences", {})
+    save_names._sessions.pop(save_names._Alone, None)
+    planned = set(tmp_path.glob("nvrx-plan-*"))
+    written(tmp_path, 2)
+    for path in set(tmp_path.glob("nvrx-plan-*")) - planned:
+        path.unlink()
+    assert loaded(tmp_path) == 1
+
+
+def test_a_coordinator_counts_on_from_what_another_has_saved_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 1)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(filesystem_async, "_sequences", {})
+        for value in (2, 3, 4):
+            save_names._sessions.pop(save_names._Alone, None)
+            commit(tmp_path, value)
+    save_names._sessions.pop(save_names._Alone, None)
+    commit(tmp_path, 5)
+    assert loaded(tmp_path) == 5
+
+
+@pytest.mark.parametrize("what", ["plan", "note"])
+def test_one_whose_plan_or_note_is_damaged_does_not_take_the_place_of_a_good_one(
+    tmp_path: Path, what: str
+) -> None:
+    commit(tmp_path, 1)
+    before = set(tmp_path.glob("*.distcp"))
+    written(tmp_path, 2)
+    (data,) = set(tmp_path.glob("*.distcp")) - before
+    (planned,) = tmp_path.glob("nvrx-plan-*")
+    path = planned if what == "plan" else data
+    content = path.read_bytes()
+    end = len(content) if what == "plan" else content.rindex(b"NVRXNOTE") + 8
+    begin = 0 if what == "plan" else content.rindex(b"save", 0, end)
+    for at in range(begin, end, 37):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert finish_written_save(tmp_path) is None
+    assert loaded(tmp_path) == 1
+    path.write_bytes(content)
+    assert loaded(tmp_path) == 2

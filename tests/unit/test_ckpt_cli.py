@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nvrx_slurm.checkpointing import inspection, storage
+from nvrx_slurm.checkpointing.async_ckpt import filesystem_async
 from nvrx_slurm.checkpointing.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
@@ -372,9 +373,13 @@ class TestFilesOfOthers:
         (steps / "x").rename(other)
         self.refused(steps / "both")
 
-    def test_of_a_save_that_runs_at_the_same_time_fails_the_commit(self, tmp_path: Path) -> None:
-        writers = [FileSystemWriterAsync(tmp_path / "same") for _ in range(2)]
-        plans = [save_state_dict_async_plan({"w": torch.full((5,), i)}, w) for i, w in enumerate(writers)]
+    def test_of_a_save_that_runs_at_the_same_time_fails_the_commit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        writers, plans = [FileSystemWriterAsync(tmp_path / "same") for _ in range(2)], []
+        for i, writer in enumerate(writers):
+            plans.append(save_state_dict_async_plan({"w": torch.full((5,), i)}, writer))
+            monkeypatch.setattr(filesystem_async, "_saved_to", [])  # as another job, it knows of none
         for writer in writers:
             save, _, arguments = writer.get_save_function_and_args()
             assert save is not None

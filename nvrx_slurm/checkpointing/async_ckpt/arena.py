@@ -91,13 +91,13 @@ class Arena:
             for place, source, size in ranges
             for done in range(0, size, _PIECE)
         ]
-        left, errors, helpers = iter(pieces), list[OSError](), list[threading.Thread]()
+        left, errors, helpers = iter(pieces), list[Exception](), list[threading.Thread]()
 
         def write() -> None:
             try:
                 for piece in left:
                     self._write_from(*piece)
-            except OSError as error:
+            except Exception as error:
                 errors.append(error)
 
         with contextlib.suppress(RuntimeError):  # no thread can be started: the program is ending

@@ -13,6 +13,7 @@ import os
 import pickle
 import queue
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,13 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
             self._writes = _failing(error)
 
     def _lay_out(self, plan: Any, planner: Any) -> FileWrites | None:
-        # Files of the checkpoint that is there now stay until the new one is committed.
-        generation = f".{secrets.token_hex(4)}" if manifest.is_committed(self.folder) else ""
         files: list[tuple[Path | str, object]] = []
-        for number, (group, items) in enumerate(self._buckets(plan.items)):
-            name = f"{group}{plan.storage_data.prefix}{number}{generation}{manifest.DATA_SUFFIX}"
+        buckets = list(self._buckets(plan.items))
+        names = [f"{group}{plan.storage_data.prefix}{n}" for n, (group, _) in enumerate(buckets)]
+        generation = f".{secrets.token_hex(4)}" if self._is_taken(names) else ""
+        _saved_to.append(self.folder)
+        for (_, items), unique in zip(buckets, names, strict=True):
+            name = f"{unique}{generation}{manifest.DATA_SUFFIX}"
             bundle = Bundle()
             written = [_add(bundle, item, planner.resolve_data(item), name) for item in items]
             self._results += [_Written(**vars(each), mark=bundle.mark) for each in written]
@@ -177,6 +180,16 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
             files.append(self._plan(self._save))
         return FileWrites(files, when_failed=self._note_failure) if files else None
 
+    def _is_taken(self, names: list[str]) -> bool:
+        """Whether these names may be those of another save, which stays until this one is committed.
+
+        One that is still written, too, or that nobody has committed yet.
+        """
+        if self.folder in _saved_to or manifest.is_committed(self.folder):
+            return True
+        there = folder_at(self.folder)
+        return self._save is not None and any(there.info(n + manifest.DATA_SUFFIX) for n in names)
+
     def _note(self, written: list[WriteResult]) -> bytes:
         if self._save is None:
             return b""
@@ -184,7 +197,7 @@ class FileSystemWriterAsync(FileSystemWriter):  # type: ignore[misc]
         return pending.encode_note(pending.Note(self._save, len(written), places))
 
     def _plan(self, save: SaveId) -> tuple[Path | str, FileImage]:
-        self._sequence = _next_sequence(Path(self.folder))
+        self._sequence = _next_sequence(Path(self.folder), save.session)
         pickled, pieces = _pickled(self._metadata)
         name, content = pending.encode_plan(pending.Plan(save, self._sequence, pieces, pickled))
         image = FileImage(len(content), (Literal(0, content),), (), None)
@@ -239,15 +252,21 @@ class _Written(WriteResult):  # type: ignore[misc]
     """Of the file that it is in."""
 
 
-_sequences: dict[Path, int] = {}
+_saved_to: deque[Path | str] = deque(maxlen=64)
+"""Where the last saves go, of which some may be written still."""
+_sequences: dict[Path, tuple[str, int]] = {}
+"""Of the last save into a directory, with its session."""
 _last_pickled: tuple[Any, bytes, int] = (None, b"", 0)
 
 
-def _next_sequence(folder: Path) -> int:
-    """Count the saves into a directory, on from what is there."""
-    known = _sequences.get(folder.absolute())
-    _sequences[folder.absolute()] = manifest.next_sequence(folder) if known is None else known + 1
-    return _sequences[folder.absolute()]
+def _next_sequence(folder: Path, session: str) -> int:
+    """Count the saves into a directory, on from what is there: before this session another process saved."""
+    last_session, last = _sequences.get(folder.absolute(), ("", 0))
+    number = last + 1
+    if session != last_session:
+        number = max(number, manifest.next_sequence(folder))
+    _sequences[folder.absolute()] = session, number
+    return number
 
 
 def _pickled(metadata: Any) -> tuple[bytes, int]:

@@ -63,7 +63,7 @@ def finish_written_save(folder: Path, but: Callable[[SaveId], bool] = lambda _: 
             if _commit(folder, plan, notes):
                 _log.warning("%s: all ranks had written a checkpoint when they ended: committed now", folder)
                 return plan.save
-        except (CorruptCheckpointError, OSError) as error:
+        except Exception as error:  # whatever a plan holds, what is committed can be read
             _log.warning("%s: what all ranks had written can't be committed: %s", folder, error)
     return None
 

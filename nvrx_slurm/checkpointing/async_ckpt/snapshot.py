@@ -9,6 +9,7 @@ tensor have been changed all the same, torch's count of changes tells, or, where
 
 from __future__ import annotations
 
+import atexit
 import collections
 import os
 import queue
@@ -87,7 +88,8 @@ class _Samples:
         return not torch.equal(self._of(arena.as_tensor(self._target, self._size)), self._bytes)
 
     def _of(self, content: Any) -> Any:
-        return torch.cat([content.unfold(0, _SAMPLE, _SAMPLE_EVERY).flatten(), content[-_SAMPLE:]])
+        size = min(_SAMPLE, self._size)  # a small one, when there is no room among those copied at once
+        return torch.cat([content.unfold(0, size, _SAMPLE_EVERY).flatten(), content[-size:]])
 
 
 class Snapshot:
@@ -274,6 +276,7 @@ class _Copier:
                 threading.Thread(target=cls._run, args=[cls._queue], daemon=True, name="nvrx-copier").start()
                 register_optimizer_step_pre_hook(lambda _optimizer, _args, _kwargs: ensure_snapshotted())
                 call_before_memory_goes(_ensure_copied)
+                atexit.register(ensure_snapshotted)  # then the worker writes what nobody waits for
             cls._pending.append(snapshot)
             cls._queue.put(snapshot)
 

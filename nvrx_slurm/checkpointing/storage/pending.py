@@ -7,16 +7,18 @@ tell that everything was written, and commit it.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from nvrx_slurm.checkpointing.storage.checksums import mark_offset
+from nvrx_slurm.checkpointing.storage.checksums import checksum, mark_offset
 from nvrx_slurm.checkpointing.storage.folders import Folder
 
-_END = struct.Struct("<Q8s")  # length of the note before it, magic
+_END = struct.Struct("<QQ8s")  # checksum and length of the note before it, magic
 _MAGIC = b"NVRXNOTE"
 _SLOTS = ("nvrx-plan-0.msgpack", "nvrx-plan-1.msgpack")
 """Two, so that the plan of a save does not take the place of the one before, which may still be written."""
@@ -52,15 +54,23 @@ class Plan(msgspec.Struct, frozen=True):
     """Pickled, without the places of the pieces."""
 
 
+_Said = TypeVar("_Said", Note, Plan)
+
+
 def encode_note(note: Note) -> bytes:
     """Return what stands in a data file right before its mark."""
-    content = msgspec.msgpack.encode(note)
-    return content + _END.pack(len(content), _MAGIC)
+    return _sealed(note)
 
 
 def encode_plan(plan: Plan) -> tuple[str, bytes]:
     """Return name and content of the plan's file."""
-    return _SLOTS[plan.sequence % len(_SLOTS)], msgspec.msgpack.encode(plan)
+    return _SLOTS[plan.sequence % len(_SLOTS)], _sealed(plan)
+
+
+def _sealed(said: Note | Plan) -> bytes:
+    """What is damaged must not be committed: it would take the place of a good checkpoint."""
+    content = msgspec.msgpack.encode(said)
+    return content + _END.pack(checksum(content), len(content), _MAGIC)
 
 
 def plans(folder: Folder) -> list[Plan]:
@@ -68,10 +78,11 @@ def plans(folder: Folder) -> list[Plan]:
     found = []
     for name in _SLOTS:
         if folder.info(name) is not None:
-            try:
-                found.append(msgspec.msgpack.decode(folder.read(name), type=Plan))
-            except (msgspec.MsgspecError, FileNotFoundError):
-                continue  # damaged, or removed by whoever has committed it
+            with contextlib.suppress(FileNotFoundError):  # removed by whoever has committed it
+                content = folder.read(name)
+                plan = _unsealed(len(content), partial(_cut, content), Plan)
+                if plan is not None:
+                    found.append(plan)
     return sorted(found, key=lambda plan: plan.sequence, reverse=True)
 
 
@@ -86,14 +97,26 @@ def notes(folder: Folder, names: list[str]) -> Iterator[tuple[str, Note]]:
 
 def _read_note(size: int, read: Callable[[int, int], bytes]) -> Note | None:
     end = mark_offset(size, read)
-    if end is None or end < _END.size:
+    return None if end is None else _unsealed(end, read, Note)
+
+
+def _cut(content: bytes, start: int, end: int) -> bytes:
+    return content[start:end]
+
+
+def _unsealed(end: int, read: Callable[[int, int], bytes], kind: type[_Said]) -> _Said | None:
+    """Return what stands before an offset; None: nothing of this kind, or it is damaged."""
+    if end < _END.size:
         return None
-    length, magic = _END.unpack(read(end - _END.size, end))
+    expected, length, magic = _END.unpack(read(end - _END.size, end))
     begin = end - _END.size - length
     if magic != _MAGIC or begin < 0:
         return None
+    content = read(begin, begin + length)
+    if checksum(content) != expected:
+        return None
     try:
-        return msgspec.msgpack.decode(read(begin, begin + length), type=Note)
+        return msgspec.msgpack.decode(content, type=kind)
     except msgspec.MsgspecError:
         return None
 
