@@ -24,7 +24,7 @@ from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nvrx_slurm.checkpointing.inspection import find
-from nvrx_slurm.checkpointing.storage import pending
+from nvrx_slurm.checkpointing.storage import manifest, pending
 from nvrx_slurm.checkpointing.storage.durable import locked
 from nvrx_slurm.checkpointing.storage.folders import LocalFolder
 
@@ -290,3 +290,27 @@ def test_one_whose_plan_or_note_is_damaged_does_not_take_the_place_of_a_good_one
     assert loaded(tmp_path) == 1
     path.write_bytes(content)
     assert loaded(tmp_path) == 2
+
+
+def test_a_note_that_names_other_files_is_not_committed(tmp_path: Path) -> None:
+    commit(tmp_path, 1)
+    before = set(tmp_path.glob("*.distcp"))
+    written(tmp_path, 2)
+    (data,) = set(tmp_path.glob("*.distcp")) - before
+    elsewhere = data.with_name(f"__1_0.{data.name.partition('.')[2]}")
+    data.rename(elsewhere)
+    assert finish_written_save(tmp_path) is None
+    assert loaded(tmp_path) == 1
+
+
+def test_any_changed_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
+    commit(tmp_path, 1)
+    (path,) = tmp_path.glob("nvrx-manifest-*")
+    content = path.read_bytes()
+    end = content.index(b',"checksum"')
+    for at in range(end):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(storage_error()):
+            manifest.read(tmp_path)
+    path.write_bytes(content[:end] + b"}")  # as it was written before there was a checksum
+    assert manifest.read(tmp_path) is not None

@@ -72,7 +72,10 @@ def _commit(folder: Path, plan: Plan, notes: dict[str, Note]) -> bool:
     metadata = unpickle(folder / "its plan", io.BytesIO(plan.metadata))
     places: dict[Any, Any] = {}
     for name, note in notes.items():
-        places.update(unpickle(folder / name, io.BytesIO(note.places)))
+        there = dict(unpickle(folder / name, io.BytesIO(note.places)))
+        if any(place.relative_path != name for place in there.values()):
+            raise CorruptCheckpointError(folder / name, "it names pieces in other files")
+        places.update(there)
     if not pieces_of(metadata) <= places.keys():
         return False
     metadata.version = CURRENT_DCP_VERSION

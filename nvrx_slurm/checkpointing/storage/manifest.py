@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -26,6 +27,7 @@ from nvrx_slurm.checkpointing.storage.pending import SaveId
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
 _PREFIX = "nvrx-manifest-"
+_CHECKSUM = re.compile(rb',"checksum":"([0-9a-f]{16})"\}$')
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -80,7 +82,7 @@ def commit(
         manifest = Manifest(files, marks, committed=time.time(), save=save, sequence=sequence)
         files_are_own(folder, manifest, manifest.files, "another save has written here meanwhile")
         own = _name(metadata)
-        there.write(own, msgspec.json.encode(manifest))
+        there.write(own, _with_checksum(msgspec.json.encode(manifest)))
         there.write(METADATA, metadata)
         with contextlib.suppress(OSError):  # it is committed: what can't be removed now stays
             _clean_up(there, manifest, own, former)
@@ -220,13 +222,25 @@ def _read_manifest(there: Folder) -> Manifest | None:
             raise CorruptCheckpointError(there.where(METADATA), why)
         return None
     try:
-        manifest = msgspec.json.decode(there.read(name), type=Manifest)
+        manifest = msgspec.json.decode(_checked(there.where(name), there.read(name)), type=Manifest)
     except msgspec.MsgspecError as error:
         raise CorruptCheckpointError(there.where(name), str(error)) from None
     if any(Path(each).name != each or not each.endswith(DATA_SUFFIX) for each in manifest.files):
         # The next save removes what is named here.
         raise CorruptCheckpointError(there.where(name), "it names other files than those of a checkpoint")
     return manifest
+
+
+def _with_checksum(content: bytes) -> bytes:
+    """Append the checksum of a JSON object to it, as its last member."""
+    return content[:-1] + b',"checksum":"%016x"}' % checksum(content)
+
+
+def _checked(where: Path | str, content: bytes) -> bytes:
+    found = _CHECKSUM.search(content)  # older manifests have none
+    if found is not None and checksum(content[: found.start()] + b"}") != int(found[1], 16):
+        raise CorruptCheckpointError(where, "it is not what was written")
+    return content
 
 
 def _size(there: Folder, name: str) -> int:
