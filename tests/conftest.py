@@ -1,4 +1,4 @@
-"""The order of the tests: those that wait longest come first, and the fast ones fill the rest of the time."""
+"""The order of the tests, those that wait longest first, and names that all processes make alike."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ _FOLDERS = ("slurm", "integration", "unit")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path.relative_to(_HERE).as_posix()))
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name bytes by their argument: what they hold may differ between processes, as gzip's time does."""
+    return argname if isinstance(val, bytes) else None
 
 
 def _place(path: str) -> tuple[int, int]:
