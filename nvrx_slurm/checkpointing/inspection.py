@@ -173,8 +173,8 @@ def remove(checkpoint: Checkpoint, *, dry_run: bool = False) -> bool:
         dry_run: only say whether it would be.
 
     Returns:
-        False: it stays, or is gone already: another has taken its place since it was looked at, or one is
-        being written there.
+        False: it stays, or is gone already: another has taken its place since it was looked at, one is being
+        written there, or a newer one that all ranks have written waits there for its commit.
 
     Raises:
         OSError: it can't be removed.
@@ -185,7 +185,7 @@ def remove(checkpoint: Checkpoint, *, dry_run: bool = False) -> bool:
         if isinstance(checkpoint.path, str):
             return _remove_at(checkpoint, checkpoint.path, dry_run=dry_run)
         path = checkpoint.path
-        if _look(path) != checkpoint or _is_being_written(path):
+        if _look(path) != checkpoint or _is_being_written(path) or _holds_a_newer_one(checkpoint):
             return False
         if dry_run:
             return True
@@ -231,6 +231,12 @@ def _is_being_written(path: Path) -> bool:
     if not path.is_dir():
         return False
     return {name for name in os.listdir(path) if is_temporary(name)} > {each.name for each in leftovers(path)}
+
+
+def _holds_a_newer_one(checkpoint: Checkpoint) -> bool:
+    """Whether whoever loads a committed directory next finds something newer than what it was judged by."""
+    is_committed = checkpoint.kind is Kind.DIRECTORY and checkpoint.state is State.COMMITTED
+    return is_committed and bool(manifest.unfinished(Path(checkpoint.path)))
 
 
 def _is_one(path: Path) -> bool:

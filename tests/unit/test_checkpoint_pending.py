@@ -23,7 +23,7 @@ from nvrx_slurm.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nvrx_slurm.checkpointing.inspection import find
+from nvrx_slurm.checkpointing.inspection import find, remove
 from nvrx_slurm.checkpointing.storage import manifest, pending
 from nvrx_slurm.checkpointing.storage.durable import locked
 from nvrx_slurm.checkpointing.storage.folders import LocalFolder
@@ -314,3 +314,13 @@ def test_any_changed_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
             manifest.read(tmp_path)
     path.write_bytes(content[:end] + b"}")  # as it was written before there was a checksum
     assert manifest.read(tmp_path) is not None
+
+
+def test_a_directory_in_which_a_newer_save_waits_for_its_commit_is_not_removed(tmp_path: Path) -> None:
+    commit(tmp_path / "a", 1)
+    commit(tmp_path / "b", 2)
+    written(tmp_path / "a", 3)
+    older = find(tmp_path)[0]
+    assert older.name == "a"
+    assert not remove(older)
+    assert loaded(tmp_path / "a") == 3

@@ -77,12 +77,11 @@ def plans(folder: Folder) -> list[Plan]:
     """Return the plans in a directory, the newest first."""
     found = []
     for name in _SLOTS:
-        if folder.info(name) is not None:
-            with contextlib.suppress(FileNotFoundError):  # removed by whoever has committed it
-                content = folder.read(name)
-                plan = _unsealed(len(content), partial(_cut, content), Plan)
-                if plan is not None:
-                    found.append(plan)
+        info = folder.info(name)
+        with contextlib.suppress(FileNotFoundError):  # removed by whoever has committed it
+            plan = _unsealed(info.size, partial(folder.read_part, name), Plan) if info else None
+            if plan is not None:
+                found.append(plan)
     return sorted(found, key=lambda plan: plan.sequence, reverse=True)
 
 
@@ -100,24 +99,18 @@ def _read_note(size: int, read: Callable[[int, int], bytes]) -> Note | None:
     return None if end is None else _unsealed(end, read, Note)
 
 
-def _cut(content: bytes, start: int, end: int) -> bytes:
-    return content[start:end]
-
-
 def _unsealed(end: int, read: Callable[[int, int], bytes], kind: type[_Said]) -> _Said | None:
     """Return what stands before an offset; None: nothing of this kind, or it is damaged."""
     if end < _END.size:
         return None
-    expected, length, magic = _END.unpack(read(end - _END.size, end))
-    begin = end - _END.size - length
-    if magic != _MAGIC or begin < 0:
-        return None
-    content = read(begin, begin + length)
-    if checksum(content) != expected:
-        return None
     try:
-        return msgspec.msgpack.decode(content, type=kind)
-    except msgspec.MsgspecError:
+        expected, length, magic = _END.unpack(read(end - _END.size, end))
+        begin = end - _END.size - length
+        if magic != _MAGIC or begin < 0:
+            return None
+        content = read(begin, begin + length)
+        return msgspec.msgpack.decode(content, type=kind) if checksum(content) == expected else None
+    except (struct.error, msgspec.MsgspecError):  # another file is there by now, or another writer's
         return None
 
 
