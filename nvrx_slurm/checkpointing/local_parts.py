@@ -34,7 +34,9 @@ class LocalSave:
     @property
     def what_is_here(self) -> str:
         if len(self.owners) == self.world_size:
-            return f"the parts of all {self.world_size} ranks"
+            return (
+                f"the parts of all {self.world_size} ranks" if self.world_size > 1 else "the only rank's part"
+            )
         here = ranks_text(self.owners) if self.owners else "no rank"
         return f"the parts of {here}, of {self.world_size} ranks: the others are on other nodes, or lost"
 

@@ -18,6 +18,8 @@ from nvrx_slurm.checkpointing.inspection import Checkpoint, State
 _NUMBER = re.compile(r"(rank\W?_?\d+)|\d+", re.IGNORECASE)
 _STEP = re.compile(r"(?:step|iter|iteration)[^0-9a-z]*(\d+)", re.IGNORECASE)
 _LOCAL = "\0local"
+_GRAIN = 1.0
+"""Object stores tell times in whole seconds, rounded down."""
 
 
 @dataclass(frozen=True, order=True)
@@ -71,7 +73,7 @@ def superfluous(
     newest = max((each.modified for each in kept), default=float("-inf"))
     # What is torn or damaged may be written just now: only what is older in every respect is certainly left.
     for each, newer in bad:
-        is_left = each.modified < newest and (newer is not None or not age(each).numbers)
+        is_left = each.modified + _GRAIN <= newest and (newer is not None or not age(each).numbers)
         if is_left and each.state is not State.UNREADABLE:
             old.append(each)
     return sorted(old, key=age)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nvrx_slurm.checkpointing.inspection import Checkpoint
 
 _PIPED_WIDTH = 200
+_LOOKED_INTO = 100
+_NAMED = 3
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -235,13 +237,25 @@ def _show(where: Path | str, found: list[Checkpoint], as_json: bool) -> None:
     for each in found:
         when = datetime.fromtimestamp(each.modified).strftime("%Y-%m-%d %H:%M:%S")
         state = Text(each.state.value, style=colours.get(each.state, ""))
-        label, why = Text(_printable(each.name)), Text(_printable(each.why))
+        label, why = Text(_printable(each.name)), Text(_printable(each.why.removeprefix(f"{each.path}: ")))
         table.add_row(label, each.kind.value, state, _size(each.size), when, why)
     console = _console()
     if found:
         console.print(table)
     else:
-        click.echo(f"no checkpoints in {_printable(where)}")
+        below = [_printable(path) for path in _holders_below(where)]
+        but = f", but in {', '.join(below)}" if below else ""
+        click.echo(f"no checkpoints in {_printable(where)}{but}")
+
+
+def _holders_below(where: Path | str) -> list[Path]:
+    """Return some directories in this one that hold checkpoints: a run's, or a session's of local ones."""
+    if not isinstance(where, Path) or not where.is_dir():
+        return []
+    with contextlib.suppress(OSError, click.ClickException):
+        folders = sorted(path for path in where.iterdir() if path.is_dir())[:_LOOKED_INTO]
+        return [path for path in folders if _find(path)][:_NAMED]
+    return []
 
 
 def _console() -> Console:

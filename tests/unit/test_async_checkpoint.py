@@ -595,6 +595,39 @@ class TestWriting:
         assert waits == [0.5, 1.0]
 
 
+class TestPlacesThatTakeNoFile:
+    """Errors of one line that name the file or directory as the program did."""
+
+    def error(self, checkpoint: TorchAsyncCheckpoint, path: Path) -> str:
+        checkpoint.async_save({"w": torch.ones(3)}, path)
+        with pytest.raises(AsyncSaveError) as raised:
+            checkpoint.finalize_async_save(blocking=True)
+        return str(raised.value)
+
+    def test_a_directory_that_is_not_there(self, checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
+        error = self.error(checkpoint, tmp_path / "absent" / "a.pt")
+        assert error.endswith(f"No such file or directory: '{tmp_path}/absent'")
+
+    def test_a_file_in_the_place_of_the_directory(
+        self, checkpoint: TorchAsyncCheckpoint, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        error = self.error(checkpoint, tmp_path / "file" / "a.pt")
+        assert error.endswith(f"Not a directory: '{tmp_path}/file/a.pt'")
+
+    def test_a_directory_in_the_place_of_the_file(
+        self, checkpoint: TorchAsyncCheckpoint, tmp_path: Path
+    ) -> None:
+        error = self.error(checkpoint, tmp_path)
+        assert error.endswith(f"it is a directory, not a file: '{tmp_path}'")
+
+    def test_what_is_no_file_stays(self, checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        error = self.error(checkpoint, tmp_path / "fifo")
+        assert error.endswith(f"it is not a regular file: '{tmp_path}/fifo'")
+        assert (tmp_path / "fifo").is_fifo()
+
+
 class TestPriority:
     def test_the_worker_has_the_niceness_class_and_cores_that_were_asked_for(self, tmp_path: Path) -> None:
         core = min(os.sched_getaffinity(0))
@@ -603,9 +636,27 @@ class TestPriority:
         queue.close()
         assert (tmp_path / "a").read_text() == f"15 3 {{{core}}}"
 
-    @pytest.mark.parametrize("keywords", [{"cpu_affinity": [-1]}, {"max_bytes_per_s": 0}])
+    @pytest.mark.parametrize(
+        "keywords", [{"cpu_affinity": [-1]}, {"max_bytes_per_s": 0}, {"max_inflight_bytes": -1}]
+    )
     def test_what_there_is_not_is_refused(self, keywords: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="accepted"):
+            AsyncCallsQueue(**keywords)
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"snapshot_mode": "strict"},
+            {"when_full": "skip"},
+            {"max_inflight_bytes": "1G"},
+            {"max_bytes_per_s": "1G"},
+            {"cpu_priority": "low"},
+            {"io_priority": "idle"},
+            {"cpu_affinity": "0-1"},
+        ],
+    )
+    def test_a_value_of_another_type_is_refused_with_what_is_accepted(self, keywords: dict[str, Any]) -> None:
+        with pytest.raises(TypeError, match=f"{next(iter(keywords))} is .* accepted"):
             AsyncCallsQueue(**keywords)
 
 

@@ -405,3 +405,12 @@ class TestFilesOfOthers:
         assert states("verify", path) == {"a": "intact"}
         assert (path / "train.py").exists()
         assert (tmp_path / "train.py").exists()
+
+
+def test_ls_of_a_directory_above_says_where_they_are(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    storage.save({"w": torch.ones(4)}, tmp_path / "run" / "step_1.pt")
+    (tmp_path / "empty").mkdir()
+    assert run("ls", tmp_path).output == f"no checkpoints in {tmp_path}, but in {tmp_path}/run\n"
+    assert run("ls", tmp_path / "empty").output == f"no checkpoints in {tmp_path}/empty\n"
+    assert states("ls", tmp_path) == {}

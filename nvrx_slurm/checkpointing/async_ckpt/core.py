@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import ClassVar
 
 from nvrx_slurm.checkpointing.async_ckpt.agreement import Agreement, agree
@@ -109,9 +110,23 @@ class AsyncCallsQueue:
             max_bytes_per_s: how fast the worker writes files; None for as fast as it can.
 
         Raises:
-            ValueError: a priority that there is not.
+            ValueError: a priority that there is not, or no room at all.
+            TypeError: a value of another type.
         """
         del is_daemon, sigterm_timeout, cpu_shm_mode
+        for name, value, kind in (
+            ("snapshot_mode", snapshot_mode, SnapshotMode),
+            ("when_full", when_full, WhenFull),
+        ):
+            if not isinstance(value, kind):
+                members = ", ".join(map(str, kind))
+                raise TypeError(f"{name} is {value!r}, one of {members} is accepted")
+        if max_inflight_bytes is not None and not isinstance(max_inflight_bytes, Real):
+            raise TypeError(f"max_inflight_bytes is {max_inflight_bytes!r}, a number is accepted")
+        if max_inflight_bytes is not None and max_inflight_bytes <= 0:
+            raise ValueError(
+                f"max_inflight_bytes is {max_inflight_bytes}, None or a number above 0 is accepted"
+            )
         self._priority = WorkerPriority(cpu_priority, io_priority, tuple(cpu_affinity), max_bytes_per_s)
         self._mode = snapshot_mode
         self._pool = ArenaPool(

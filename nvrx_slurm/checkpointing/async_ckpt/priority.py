@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from nvrx_slurm import linux
 
@@ -24,6 +25,15 @@ class WorkerPriority:
     """How fast it writes files, at most; None for as fast as it can."""
 
     def __post_init__(self) -> None:
+        for name, value in (
+            ("cpu_priority", self.nice),
+            ("io_priority", self.io_class),
+            ("max_bytes_per_s", self.bytes_per_s),
+        ):
+            if value is not None and not isinstance(value, Real):
+                raise TypeError(f"{name} is {value!r}, a number is accepted")
+        if not all(isinstance(cpu, Integral) for cpu in self.cpus):
+            raise TypeError(f"cpu_affinity is {list(self.cpus)}, numbers of cores from 0 are accepted")
         if not 0 <= self.nice <= 19:
             raise ValueError(f"cpu_priority is {self.nice}, 0 to 19 is accepted")
         if self.io_class not in (None, 0, 1, 2, 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from nvrx_slurm.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
@@ -68,12 +69,15 @@ class TorchAsyncCheckpoint:
             layer: what the journal calls such checkpoints.
 
         Raises:
-            TypeError: an open file, or an option of torch.save, all of which would change the format.
+            TypeError: an open file or an option of torch.save, all of which would change the format; a step
+                that is no integer.
         """
         if not isinstance(f, (str, os.PathLike)):
             raise TypeError(f"async_save takes a path, not {type(f).__name__}")
         if args or kwargs:
             raise TypeError("async_save takes a state and a path, and none of torch.save's options")
+        if step is not None and not isinstance(step, Integral):
+            raise TypeError(f"step is {step!r}, an integer is accepted")
         request = AsyncRequest(FileWrites([(os.fspath(f), state_dict)]), (), [])
         if step is not None:
             request.add_finalize_fn(partial(job_journal().report_checkpoint_saved, step, layer))

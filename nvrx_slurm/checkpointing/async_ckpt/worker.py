@@ -196,6 +196,8 @@ class _Worker:
             return str(error)
         except BaseException as error:
             first = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and task.call is None:
+                return first[:_ERROR_LENGTH]  # it says what and where: a stack would only hide that
             return f"{first}\n{''.join(traceback.format_exception(error))}"[:_ERROR_LENGTH]
         return None
 

@@ -121,8 +121,8 @@ class CheckpointLadder:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"layers {names}: one or more are accepted, each with a name of its own")
         for layer in layers:
-            if layer.every < 1:
-                raise ValueError(f"layer {layer.name}: every={layer.every}, a number from 1 is accepted")
+            if not isinstance(layer.every, int) or layer.every < 1:
+                raise ValueError(f"layer {layer.name}: every={layer.every!r}, a number from 1 is accepted")
         self._layers = list(layers)
         self._journal = journal or job_journal()
         for layer in layers:

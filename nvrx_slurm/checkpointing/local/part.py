@@ -77,9 +77,12 @@ def stage(state: TensorAwareStateDict, id_: CkptID, pool: BufferPool) -> StagedP
     """Copy ``state``; what happens to it afterwards makes no difference. It is left as it was.
 
     Raises:
-        CheckpointingException: it can't be pickled without its tensors.
+        CheckpointingException: it is none, or can't be pickled without its tensors.
         OSError: there is no memory for the copy.
     """
+    if not hasattr(state, "tensors"):
+        kind = type(state).__name__
+        raise CheckpointingException(f"the state is a {kind}: wrap it in BasicTensorAwareStateDict")
     tensors = [tensor.detach() for tensor in state.tensors]
     popped = state.pop_tensors()
     try:

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -75,20 +76,40 @@ def replacing(path: Path | str, *, sync: bool = True) -> Iterator[PendingFile | 
         with replacing_object(str(path)) as obj:
             yield obj
         return
-    pending = PendingFile(Path(path))
+    try:
+        pending = PendingFile(_replaceable(Path(path)))
+    except OSError as error:
+        if _MARK in str(error.filename):
+            error.filename = str(path)  # nobody has heard of the temporary name
+        raise
     try:
         yield pending
         if sync:
             os.fsync(pending.fd)
         os.rename(pending.temporary, pending.path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(pending.temporary)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(path)  # a full disk, for instance: which one, the path tells
         raise
     finally:
         os.close(pending.fd)
     if sync:
         sync_directory(pending.path.parent)
+
+
+def _replaceable(path: Path) -> Path:
+    """Refuse at once a place where no file can appear, and never put one in the place of a device."""
+    if not path.parent.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, not a file", str(path))
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:

@@ -80,8 +80,8 @@ class BaseCheckpointManager(ABC):
         Raises:
             ValueError: ``keep`` is below 1.
         """
-        if keep < 1:
-            raise ValueError(f"keep={keep}: a number from 1 is accepted")
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep={keep!r}: a number from 1 is accepted")
         self.session_id = session_id
         self.repl_strategy = repl_strategy
         self.latest_iteration = -1
@@ -93,6 +93,8 @@ class BaseCheckpointManager(ABC):
         self._timeout = timeout
         self._sound = -1
         """The last iteration of which all copies were made: it stays until there is another such."""
+        self._begun = -1
+        """The newest iteration that this manager has begun to save."""
         self._pool = BufferPool()
         self._exchanges = InOrder("nvrx-ckpt-copies")
         self._holdings: Holdings = {}
@@ -285,6 +287,7 @@ class BaseCheckpointManager(ABC):
         part = self._agree_on(state_dict, ckpt_id)
         # What is written must be found by a look at the place, and not be what was found before.
         self.latest_iteration, self._found = -1, None
+        self._begun = max(self._begun, iteration)
         if is_async:
             return self._request(part, iteration)
         errors: list[str] = []
@@ -385,7 +388,7 @@ class BaseCheckpointManager(ABC):
             )
         if errors and self.rank == 0:
             _log.warning("iteration %d is whole, but not all copies are: %s", iteration, _reasons(errors))
-        if own[0].iteration > iteration and self.rank == 0:
+        if own[0].iteration > max(iteration, self._begun) and self.rank == 0:
             _log.warning(
                 "iteration %d was saved, and %d is newer still: a restart would load that",
                 iteration,

@@ -23,8 +23,8 @@ def check_cliques(replication_jump: int, replication_factor: int, world_size: in
     if world_size % span:
         raise ValueError(
             f"world_size={world_size} is no multiple of replication_jump={replication_jump} * "
-            f"replication_factor={replication_factor} = {span}: give the cliques with "
-            "GroupWrapper.from_list_of_groups"
+            f"replication_factor={replication_factor} = {span}: give a replication_jump that fits (1: "
+            "each rank may fail alone), or the cliques with GroupWrapper.from_list_of_groups"
         )
 
 
