@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,15 @@ def test_a_directory_in_which_a_newer_save_waits_for_its_commit_is_not_removed(t
     assert older.name == "a"
     assert not remove(older)
     assert loaded(tmp_path / "a") == 3
+
+
+def test_what_another_user_has_written_is_left_to_that_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 1)
+    written(tmp_path, 2)
+    another = os.geteuid() + 1
+    with monkeypatch.context() as as_another:
+        as_another.setattr(os, "geteuid", lambda: another)
+        assert loaded(tmp_path) == 1
+    assert loaded(tmp_path) == 2

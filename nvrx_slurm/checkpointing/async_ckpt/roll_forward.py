@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from nvrx_slurm.checkpointing.async_ckpt.metadata_pickle import unpickle
 from nvrx_slurm.checkpointing.storage import manifest
 from nvrx_slurm.checkpointing.storage.errors import CorruptCheckpointError
 from nvrx_slurm.checkpointing.storage.folders import folder_at
-from nvrx_slurm.checkpointing.storage.pending import Note, Plan, SaveId
+from nvrx_slurm.checkpointing.storage.pending import Note, Plan, SaveId, encode_plan
 from nvrx_slurm.checkpointing.storage.torch_internals import require
 
 CURRENT_DCP_VERSION = require("torch.distributed.checkpoint.filesystem", "CURRENT_DCP_VERSION")
@@ -60,12 +61,18 @@ def finish_written_save(folder: Path, but: Callable[[SaveId], bool] = lambda _: 
         if but(plan.save):
             continue
         try:
-            if _commit(folder, plan, notes):
+            if _are_own_files(folder, plan, notes) and _commit(folder, plan, notes):
                 _log.warning("%s: all ranks had written a checkpoint when they ended: committed now", folder)
                 return plan.save
         except Exception as error:  # whatever a plan holds, what is committed can be read
             _log.warning("%s: what all ranks had written can't be committed: %s", folder, error)
     return None
+
+
+def _are_own_files(folder: Path, plan: Plan, notes: dict[str, Note]) -> bool:
+    """Whether this user has written them: who has could not read what another one, even root, commits."""
+    names = [encode_plan(plan)[0], *notes]
+    return {(folder / name).stat().st_uid for name in names} == {os.geteuid()}
 
 
 def _commit(folder: Path, plan: Plan, notes: dict[str, Note]) -> bool:
