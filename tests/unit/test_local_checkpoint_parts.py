@@ -21,7 +21,15 @@ from nvrx_slurm.checkpointing.local.ckpt_managers.local_manager import LocalChec
 from nvrx_slurm.checkpointing.local.errors import CheckpointingException, SameMachineReplicationException
 from nvrx_slurm.checkpointing.local.ids import CkptID
 from nvrx_slurm.checkpointing.local.part import Part, read_part, stage, state_of
-from nvrx_slurm.checkpointing.local.part_format import PAGE, Row, encode_index, parse_header, write_header
+from nvrx_slurm.checkpointing.local.part_format import (
+    PAGE,
+    Row,
+    check_file,
+    encode_index,
+    parse_header,
+    read_header,
+    write_header,
+)
 from nvrx_slurm.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 from nvrx_slurm.checkpointing.local.space import Room, file_system_type, shortage
 from nvrx_slurm.checkpointing.storage import CorruptCheckpointError, checksum, replacing
@@ -181,6 +189,17 @@ def test_one_other_bit_is_found(tmp_path: Path, where: int) -> None:
     path.write_bytes(data)
     with pytest.raises(CorruptCheckpointError):
         read_part(path, BufferPool())
+
+
+def test_one_other_bit_where_nothing_is_said_is_found_and_not_passed_on(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    write_part(part_of({"a": torch.ones(3), "b": torch.ones(5)}), path)
+    data, header = path.read_bytes(), read_header(path)
+    for where in (header.index_end, header.first_tensor - 1, header.first_tensor + 12):
+        path.write_bytes(data[:where] + b"\4" + data[where + 1 :])
+        with pytest.raises(CorruptCheckpointError, match="between the tensors"):
+            check_file(path)
+        assert bytes(read_part(path, BufferPool()).bytes().tolist()) == data
 
 
 @pytest.mark.parametrize("size", [0, 10, 4096, 9000])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +138,11 @@ def check(view: memoryview, source: Path | str) -> Header:
         CorruptCheckpointError: it is not what was written.
     """
     header = parse_header(source, bytes(view[:PAGE]))
-    for number, (place, expected) in enumerate(_index(header, view, source)):
+    index = _index(header, view, source)
+    for gap in _between(header, index):
+        if any(bytes(view[gap.offset : gap.end])):
+            raise CorruptCheckpointError(source, "what lies between the tensors is not what was written")
+    for number, (place, expected) in enumerate(index):
         with view[place.offset : place.end] as content:
             if checksum(content) != expected:
                 raise CorruptCheckpointError(source, _damaged(number))
@@ -158,8 +162,7 @@ def read_checked(fd: int, header: Header, view: memoryview, source: Path) -> Non
     if not fill(fd, view[: header.first_tensor], 0) or parse_header(source, bytes(view[:PAGE])) != header:
         raise CorruptCheckpointError(source, "it was changed while it was read")
     index = _index(header, view, source)
-    head = Region(0, header.first_tensor)
-    for gap in gaps([head, *(place for place, _ in index)], header.size):
+    for gap in _between(header, index):
         view[gap.offset : gap.end] = bytes(gap.length)
     with reading(fd) as reads:
         under_way = [reads.start(place, view[place.offset : place.end]) for place, _ in index]
@@ -180,6 +183,11 @@ def _index(header: Header, view: memoryview, source: Path | str) -> list[tuple[R
     if any(place.end > header.size for place in places):
         raise CorruptCheckpointError(source, "its header and its length do not fit")
     return [(place, row.checksum) for place, row in zip(places, rows, strict=True)]
+
+
+def _between(header: Header, index: list[tuple[Region, int]]) -> Iterator[Region]:
+    """Yield what holds nothing: zeros."""
+    return gaps([Region(0, header.index_end), *(place for place, _ in index)], header.size)
 
 
 def _damaged(tensor: int) -> str:
