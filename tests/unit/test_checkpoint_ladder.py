@@ -211,4 +211,10 @@ def test_layers_that_can_not_be_are_refused(run: Run) -> None:
         CheckpointLadder([Layer("a", run.local, 1), Layer("a", run.shared, 1)])
     with pytest.raises(ValueError, match="every=0"):
         CheckpointLadder([Layer("a", run.local, 0)])
+    with pytest.raises(TypeError, match="is no Layer"):
+        CheckpointLadder([run.local])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="a function that returns the state"):
+        CheckpointLadder([Layer("a", run.local, 5)]).save_if_due(1, {"step": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a datetime\.timedelta"):
+        LocalCheckpointManager(run.root, timeout=5)  # type: ignore[arg-type]
     assert os.listdir(run.root) == []

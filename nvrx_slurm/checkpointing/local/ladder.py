@@ -116,7 +116,10 @@ class CheckpointLadder:
 
         Raises:
             ValueError: no layer, two of one name, or ``every`` below 1.
+            TypeError: something else than a Layer.
         """
+        if strangers := [layer for layer in layers if not isinstance(layer, Layer)]:
+            raise TypeError(f"{strangers[0]!r} is no Layer: give Layer(name, manager, every)")
         names = [layer.name for layer in layers]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"layers {names}: one or more are accepted, each with a name of its own")
@@ -223,6 +226,10 @@ class CheckpointLadder:
         return last
 
     def _save(self, step: int, state: Callable[[], TensorAwareStateDict], due: Sequence[Layer]) -> list[str]:
+        if not callable(state):
+            raise TypeError(
+                f"state is of type {type(state).__name__}: give a function that returns the state"
+            )
         saved = []
         for layer in due:
             try:

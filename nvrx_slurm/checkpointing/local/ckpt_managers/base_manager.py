@@ -79,9 +79,12 @@ class BaseCheckpointManager(ABC):
 
         Raises:
             ValueError: ``keep`` is below 1.
+            TypeError: ``timeout`` is no timedelta.
         """
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep={keep!r}: a number from 1 is accepted")
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout={timeout!r}: a datetime.timedelta is accepted")
         self.session_id = session_id
         self.repl_strategy = repl_strategy
         self.latest_iteration = -1
