@@ -433,7 +433,9 @@ class TestTheLauncher:
         command = machine.clone / "bin" / "nvrx-srun"
         result = subprocess.run([command], capture_output=True, text=True, timeout=PATIENCE_S)
         assert result.returncode == 2
-        assert f"run {machine.clone}/bin/nvrx-test or" in result.stderr
+        programs = machine.clone / "bin"
+        assert f"run {programs}/nvrx-quickstart or {programs}/nvrx-test once" in result.stderr
+        assert f"or make {machine.clone}/.venv and install" in result.stderr
 
     def test_serves_every_console_script(self) -> None:
         links = {path.name for path in (REPOSITORY / "bin").iterdir() if path.is_symlink()}
