@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
@@ -28,8 +29,8 @@ class Rank:
         self.channel.settimeout(60)
         self._page = ProgressPage()
 
-    def supervise(self, **settings: str) -> subprocess.CompletedProcess[str]:
-        """Start the supervisor; its first process ends when the real one is there."""
+    def supervise(self, stderr: int | IO[str] = subprocess.DEVNULL, **settings: str) -> None:
+        """Start the supervisor; its first process ends when the real one is there, which keeps ``stderr``."""
         fds = (self._theirs.fileno(), self._page.fd)
         given = Settings(
             member=0,
@@ -43,15 +44,13 @@ class Rank:
             page_fd=fds[1],
             **settings,
         )
-        done = subprocess.run(
+        subprocess.run(
             command_for("nvrx_slurm.supervisor.process", msgspec.json.encode(given).decode()),
             pass_fds=fds,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=stderr,
             timeout=250,
         )
         self._theirs.close()
-        return done
 
     def receive(self) -> bytes:
         size = struct.unpack("<I", self.channel.recv(4, socket.MSG_WAITALL))[0]
@@ -86,7 +85,10 @@ def test_the_supervisor_of_a_rank_that_ends_before_anybody_has_joined_ends_too(r
 def test_a_file_that_can_not_be_written_is_said_on_standard_error(
     rank: Rank, tmp_path: Path, name: str
 ) -> None:
-    said = rank.supervise(**{name: str(tmp_path / "none" / "file")}).stderr
+    with open(tmp_path / "stderr", "w+") as stderr:
+        rank.supervise(stderr, **{name: str(tmp_path / "none" / "file")})
+        assert rank.channel.recv(1) == b"", "it has ended"
+        stderr.seek(0)
+        said = stderr.read()
     assert said.startswith(f"nvrx_slurm.inprocess: monitor_process_{name} can't be written: ")
     assert said.count("\n") == 1
-    assert rank.channel.recv(1) == b""
