@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nvrx_slurm.attribution.attribute import conclude
@@ -126,6 +126,9 @@ def test_who_has_waited_for_seconds_by_its_own_clock_is_believed_whatever_the_ot
     assert [c.rank for c in report.culprits] == [1]
 
 
+@example(
+    0, [0.0, 0.5, 0.44484965859785824, 0.0], 0.44484965859785824, 3.0, False, [False, False, True, False]
+)
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 3),

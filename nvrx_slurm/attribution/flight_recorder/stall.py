@@ -121,7 +121,8 @@ class Stall:
         """
         trace = self.traces[lag.rank]
         idle = trace.idle_s if lag.op is None else trace.age_s(lag.group, lag.mine)
-        if idle is not None and 0 <= idle < _LIVELY_S:
+        # A launch may be recorded while the dump is being written.
+        if idle is not None and -_JUST_NOW_S <= idle < _LIVELY_S:
             return True
         ahead = {n: launch for n, launch in self._launches.get(lag.group, {}).items() if n > lag.mine}
         if trace.written_at is None or not ahead or min(ahead) - lag.mine > _SKEW_SEQUENCES:
