@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -177,15 +178,18 @@ def _peer_rows(case: str, folder: Path, tensors: int, runs: int) -> list[Row]:
     for who, persistent in _PEERS.items():
         _say(f"{case}: {who} …")
         argv = [python, _PEER_SAVES, folder, persistent, tensors, TENSOR_BYTES, runs]
-        with ending.program(
-            list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as program:
-            output, _ = program.communicate(timeout=_PATIENCE_S)
-            if program.returncode:
-                raise click.ClickException(f"{who} ended with exit code {program.returncode}")
-        first, *later = (Times(*each) for each in json.loads(output))
+        first, *later = (Times(*each) for each in _said_by(who, argv))
         rows += _rows(case, who, first, later)
     return rows
+
+
+def _said_by(who: str, argv: Sequence[object]) -> Any:
+    """Run a contender in a process of its own, and return the JSON that it prints."""
+    with ending.program(list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as program:
+        output, _ = program.communicate(timeout=_PATIENCE_S)
+        if program.returncode:
+            raise click.ClickException(f"{who} ended with exit code {program.returncode}")
+    return json.loads(output)
 
 
 def _load_rows(case: str, state: State, folder: Path, runs: int, *, quick: bool) -> list[Row]:
@@ -199,13 +203,7 @@ def _load_rows(case: str, state: State, folder: Path, runs: int, *, quick: bool)
         _say(f"{case}: {number + 1} of {runs} …")
         for who in whose:
             argv = [sys.executable, loads.__file__, folder, who, 2 if quick or case == "cold" else 3, case]
-            with ending.program(
-                list(map(str, argv)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            ) as program:
-                output, _ = program.communicate(timeout=_PATIENCE_S)
-                if program.returncode:
-                    raise click.ClickException(f"{who} ended with exit code {program.returncode}")
-            began, *others = json.loads(output)
+            began, *others = _said_by(who, argv)
             first[who].append(began)
             later[who] += others
     rows = [document.summarize(case, who, "load", "s", later[who]) for who in whose]
