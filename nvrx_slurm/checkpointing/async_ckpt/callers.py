@@ -142,19 +142,11 @@ class PersistentAsyncCaller(AsyncCaller):
 class TemporalAsyncCaller(AsyncCaller):
     """A worker for each request; it ends when that is done."""
 
-    def __init__(
-        self,
-        pool: ArenaPool | None = None,
-        mode: SnapshotMode = SnapshotMode.OVERLAPPED,
-        priority: WorkerPriority | None = None,
-    ) -> None:
-        super().__init__(pool, mode, priority)
-        self._workers: list[WorkerProcess] = []
+    _workers: tuple[WorkerProcess, ...] = ()
 
     def _worker(self) -> WorkerProcess:
-        self._workers = [worker for worker in self._workers if worker.is_alive]
         worker = WorkerProcess(self._priority)
-        self._workers.append(worker)
+        self._workers = (*(each for each in self._workers if each.is_alive), worker)
         return worker
 
     def _hand_over(self, worker: WorkerProcess, request: AsyncRequest) -> Ticket:
@@ -167,7 +159,7 @@ class TemporalAsyncCaller(AsyncCaller):
         return ticket
 
     def close(self, abort: bool = False) -> None:
-        workers, self._workers = self._workers, []
+        workers, self._workers = self._workers, ()
         for worker in workers:
             _end(worker, abort)
 
